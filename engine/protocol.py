@@ -1,0 +1,205 @@
+"""The border of the engine: what goes in, what comes out. No torch here; the page, the HTTP routes and tests use this."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.errors import KVScopeError
+from engine.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a prompt. `token_ids` are the ids the model itself produced for it, when that is known."""
+
+    role: str
+    content: str
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start:end` of a prompt that belong to message `message` (index into the rendered messages)."""
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation: the ids the model will see and which message each reply's tokens came from."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token."""
+
+    position: int
+    cause: str
+    cached_token: int | None
+    wanted_token: int | None
+    tokens_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One reply to produce. Without `session_id` the cache is read and shared, but belongs to no session.
+
+    `cause` says what the caller did to the history ("edit", "regenerate", ...), for the `Miss` if one occurs.
+    `forced_ids` are used in place of sampled ids, one per step; they take the same way through cache, stop check and
+    detokenizer. After the last one the reply ends.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    session_id: str | None = None
+    cause: str | None = None
+    forced_ids: tuple[int, ...] | None = None
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log probability of a token under the model (before temperature and filters), and the best others."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStats:
+    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields."""
+
+    session_id: str | None
+    cache_pos: int
+    prompt_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    ttft_ms: float | None
+    prefill_ms: float
+    decode_tokens_per_s: float | None
+    finish_reason: str | None
+    seed: int
+    miss: Miss | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`stats.cache_pos` of `stats.prompt_tokens` prompt tokens are in the cache; no token has been sampled yet."""
+
+    stats: TurnStats
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens and the text that became final with them (may be empty while a character is incomplete)."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    stats: TurnStats
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The reply is over: "stop" (end token, stop string), "length", or "cancelled".
+
+    `text` is the whole reply, `token_ids` the ids of the history: `decode(token_ids) == text`, end marker left out.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    stats: TurnStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The reply ended with an error; what was streamed before stays valid, the cache is as before the turn."""
+
+    error: KVScopeError
+    stats: TurnStats | None = None
+
+
+Event = PrefillProgress | TokenDelta | Finished | Failed
+
+
+class EventStream(Protocol):
+    """Events of one request, in order; the last is `Finished` or `Failed`. Iterating blocks; one reader only."""
+
+    request_id: str
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def cancel(self) -> None:
+        """Ask for the end; a `Finished` with reason "cancelled" follows. Safe from any thread, any number of times."""
+        ...
+
+
+class ChatEngine(Protocol):
+    """What the page, the routes and tests need of an engine. Every method is safe from any thread."""
+
+    def generate(self, request: GenerateRequest) -> EventStream:
+        """Queue one reply. Raises `InvalidRequest`, `ContextOverflow`, `Conflict` (session busy), `EngineStopped`."""
+        ...
+
+    def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
+        """Tokens of this prompt that would be reused if it were sent now."""
+        ...
+
+    def release(self, session_id: str) -> None:
+        """Forget the session's cache. Unknown ids are fine."""
+        ...
+
+    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
+        """Give a new session the first `token_count` cached tokens (default all), sharing full blocks."""
+        ...
+
+    def inspect(self, session_id: str) -> dict[str, Any]:
+        """The cache of one session as in `GET /api/sessions/{id}/cache`."""
+        ...
+
+    def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
+        """Cached values at some positions, as the kernel reads them: `{position, token_id, token, values, norm}`."""
+        ...
+
+    def memory(self) -> dict[str, Any]:
+        """The ledger as in `GET /api/memory`, bytes."""
+        ...
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and histograms since start, for `GET /metrics` and the panel."""
+        ...
+
+    def capabilities(self) -> dict[str, Any]:
+        """Model name, device, dtype, KV format, `max_seq_len`, `block_size`, layer and head counts, warnings."""
+        ...
+
+    def close(self) -> None:
+        """End running turns, then the thread. Later requests get `EngineStopped`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeQuery:
+    """`tensor` is "k" or "v"; positions `start : start + count`; the first `dims` values of each."""
+
+    tensor: str = "k"
+    layer: int = 0
+    head: int = 0
+    start: int = 0
+    count: int = 10
+    dims: int = 10
+
+
+ProgressCallback = Callable[[str, int, int], None]
+"""`(what, done, total)` while something long runs, e.g. a download in bytes."""

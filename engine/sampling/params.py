@@ -1,0 +1,78 @@
+"""What a person may ask of the sampler, checked once at the border."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Settings of one reply. `temperature == 0` is greedy decoding.
+
+    `max_tokens` is the most new tokens; None means up to the context limit. `seed` None draws a fresh seed per reply.
+    `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off; penalties are neutral at 1.0 (repetition)
+    and 0.0 (presence, frequency).
+    """
+
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _whole("top_k", self.top_k, 0, 2**31)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, MAX_SEED)
+        if self.top_logprobs is not None:
+            _whole("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        _check_stop(self.stop)
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias token id", token_id, 0, 2**31)
+            _in_range("logit_bias", bias, -1e4, 1e4)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _in_range(name: str, value: object, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {value!r}.")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(stop)}.")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("stop strings must be non-empty text.")
