@@ -1,0 +1,72 @@
+"""What one step runs: the scheduler's choice (`ScheduledBatch`) and the tensors that layers and kernels see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.scheduler import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """All that model and kernels know of a batch of S sequences with T tokens in all, tokens of a sequence adjacent.
+
+    positions     int64 [T]           position of each token in its sequence
+    slot_mapping  int64 [T]           slot (block_id * block_size + offset) that takes the token's K and V
+    block_tables  int32 [S, blocks]   padded with the null block 0
+    context_lens  int32 [S]           tokens in the cache once this step's tokens are stored
+    cu_seqlens_q  int32 [S + 1]       prefix sums of the sequences' token counts
+    logit_rows    int64 [N]           rows of the flat batch whose logits are wanted
+    query_lens, context_lens_host     the same counts on the host, for paths that loop over sequences
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor
+    logit_rows: Tensor
+    query_lens: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+
+
+def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata]:
+    """Token ids int64 [T] and metadata of a scheduled batch, on `device`."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    cu_seqlens = [0]
+    logit_rows: list[int] = []
+    tables: list[list[int]] = []
+    for item in batch.items:
+        sequence, start, end = item.sequence, item.start, item.start + item.count
+        table = sequence.block_table
+        token_ids += sequence.token_ids[start:end]
+        positions += range(start, end)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        cu_seqlens.append(len(token_ids))
+        if item.wants_logits:
+            logit_rows.append(len(token_ids) - 1)
+        tables.append(table[: (end + block_size - 1) // block_size])
+    width = max(len(table) for table in tables)
+    context_lens = tuple(item.start + item.count for item in batch.items)
+
+    def tensor(values: list[int] | list[list[int]] | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    meta = AttentionMetadata(
+        positions=tensor(positions),
+        slot_mapping=tensor(slots),
+        block_tables=tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
+        context_lens=tensor(context_lens, torch.int32),
+        cu_seqlens_q=tensor(cu_seqlens, torch.int32),
+        logit_rows=tensor(logit_rows),
+        query_lens=tuple(item.count for item in batch.items),
+        context_lens_host=context_lens,
+    )
+    return tensor(token_ids), meta

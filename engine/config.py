@@ -1,0 +1,28 @@
+"""Everything the engine can be told, as data. Filled from the command line by `app.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_FORMATS = ("auto", "fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one model is run.
+
+    `model` is a hub name, a folder or a `.gguf` file; None is the default model. `max_seq_len` None takes the model's
+    own context length, cut down to what `kv_budget` (bytes of KV cache; None: a share of free memory) can hold.
+    """
+
+    data_dir: Path
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_format: str = "auto"
+    max_seq_len: int | None = None
+    kv_budget: int | None = None
+    block_size: int = 16
