@@ -52,7 +52,8 @@ class Miss:
 class GenerateRequest:
     """One reply to produce. Without `session_id` the cache is read and shared, but belongs to no session.
 
-    `cause` says what the caller did to the history ("edit", "regenerate", ...), for the `Miss` if one occurs.
+    `cause` says what the caller did to the history ("edit", "regenerate", ...), for the `Miss` if one occurs;
+    `stored_cache_pos` how many tokens the session's last turn had cached, so that a cache lost by a restart is told.
     `forced_ids` are used in place of sampled ids, one per step; they take the same way through cache, stop check and
     detokenizer. After the last one the reply ends.
     """
@@ -61,6 +62,7 @@ class GenerateRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     session_id: str | None = None
     cause: str | None = None
+    stored_cache_pos: int = 0
     forced_ids: tuple[int, ...] | None = None
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 

@@ -1,0 +1,123 @@
+"""The cache as a tree of full blocks: equal beginnings are stored once, whoever computed them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.kv_cache.block_pool import BlockPool, OutOfBlocks
+
+BlockKey = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One full block: its tokens, its place in the tree, and who computed it."""
+
+    block_id: int
+    key: BlockKey
+    parent: Node | None
+    session_id: str | None = None
+    turn_id: str | None = None
+    last_used: int = 0
+    children: dict[BlockKey, Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """A node is keyed by its parent and its token ids, so equal keys mean equal K and V (up to rounding).
+
+    The tree owns one reference to each of its blocks, each sequence that uses a block owns another. A block that only
+    the tree owns and that has no children may be evicted; the least recently used goes first, so a prefix is eaten
+    from its tail.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._roots: dict[BlockKey, Node] = {}
+        self._clock = 0
+
+    def match(self, token_ids: Sequence[int]) -> list[Node]:
+        """The longest path of full blocks that `token_ids` starts with. Takes no reference."""
+        path: list[Node] = []
+        level = self._roots
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            node = level.get(tuple(token_ids[start : start + self.block_size]))
+            if node is None:
+                break
+            path.append(node)
+            level = node.children
+        return path
+
+    def insert(
+        self, parent: Node | None, key: BlockKey, block_id: int, session_id: str | None, turn_id: str | None
+    ) -> Node:
+        """The node for this block; if an equal one exists already, that one, and `block_id` stays out of the tree."""
+        level = parent.children if parent else self._roots
+        node = level.get(key)
+        if node is None:
+            node = Node(block_id, key, parent, session_id, turn_id)
+            self.pool.add_ref(block_id)
+            level[key] = node
+        self.touch([node])
+        return node
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Mark as used now; a child is never older than its parent."""
+        self._clock += 1
+        for node in path:
+            node.last_used = self._clock
+
+    def allocate(self) -> int:
+        """A block from the pool, evicting if none is free. Raises `OutOfBlocks`."""
+        if not self.pool.free_count and not self.evict(1):
+            raise OutOfBlocks
+        return self.pool.allocate()
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` unused blocks, least recently used first; returns how many were freed."""
+        heap = [(node.last_used, id(node), node) for node in self.nodes() if self._evictable(node)]
+        heapq.heapify(heap)
+        freed = 0
+        while heap and freed < count:
+            node = heapq.heappop(heap)[2]
+            self._remove(node)
+            freed += 1
+            if node.parent and self._evictable(node.parent):
+                heapq.heappush(heap, (node.parent.last_used, id(node.parent), node.parent))
+        return freed
+
+    def forget(self, session_id: str) -> None:
+        """Remove every unused block that this session computed (its chat was deleted)."""
+        for node in reversed(list(self.nodes())):
+            if node.session_id == session_id and self._evictable(node):
+                self._remove(node)
+
+    def evictable_count(self) -> int:
+        """Blocks that `evict` could free in all: unused ones with nothing but unused ones below them."""
+        held: set[int] = set()
+        unused = 0
+        for node in reversed(list(self.nodes())):
+            if self.pool.ref_count(node.block_id) > 1 or id(node) in held:
+                if node.parent:
+                    held.add(id(node.parent))
+            else:
+                unused += 1
+        return unused
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents before their children."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _evictable(self, node: Node) -> bool:
+        return not node.children and self.pool.ref_count(node.block_id) == 1
+
+    def _remove(self, node: Node) -> None:
+        level = node.parent.children if node.parent else self._roots
+        del level[node.key]
+        self.pool.release(node.block_id)

@@ -1,0 +1,199 @@
+"""The engine on this machine: one thread that owns model, cache and schedule, and a mailbox in front of it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from engine.config import EngineConfig
+from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest
+from engine import ledger, probes
+from engine.loader import EngineParts, load_parts
+from engine.protocol import GenerateRequest, ProbeQuery
+from engine.step_loop import StepLoop
+from engine.tokenizer import ChatTokenizer
+from engine.turn import QueueStream
+
+T = TypeVar("T")
+log = logging.getLogger("kvscope.engine")
+
+
+class LocalEngine:
+    """`ChatEngine` on this machine's own device. All cache and schedule changes happen on its thread, between steps."""
+
+    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_parts) -> None:
+        self._config = config
+        self._load = load
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._state = "loading"
+        self._failure: BaseException | None = None
+        self._parts: EngineParts | None = None
+        self._loop: StepLoop | None = None
+        self._closing = False
+        self._busy: set[str] = set()
+        self._busy_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until the first turn can run. Raises what the load raised, or `EngineStopped` on time-out."""
+        finished = self._ready.wait(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        if not finished:
+            raise EngineStopped("The model is still loading.")
+
+    def status(self) -> str:
+        """ "loading", "ok" or "stopped"."""
+        return self._state
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self._need_parts().tokenizer
+
+    def generate(self, request: GenerateRequest) -> QueueStream:
+        parts = self._need_parts()
+        self._check_prompt(request, parts)
+        self._claim(request.session_id)
+        stream = QueueStream(request.request_id, lambda: self._post(lambda: self._steps().cancel(request.request_id)))
+        self._post(lambda: self._steps().start(request, stream, lambda: self._unclaim(request.session_id)))
+        return stream
+
+    def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
+        return self._call(lambda: self._steps().cached_prefix(session_id, prompt_ids))
+
+    def release(self, session_id: str) -> None:
+        self._call(lambda: self._steps().release(session_id))
+
+    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
+        self._call(lambda: self._steps().fork(session_id, new_session_id, token_count))
+
+    def inspect(self, session_id: str) -> dict[str, Any]:
+        return self._call(lambda: probes.cache_report(self._steps(), self._need_parts(), session_id))
+
+    def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
+        return self._call(lambda: probes.probe(self._steps(), self._need_parts(), session_id, query))
+
+    def memory(self) -> dict[str, Any]:
+        return self._call(lambda: ledger.memory_report(self._steps(), self._need_parts()))
+
+    def metrics(self) -> dict[str, Any]:
+        return self._call(lambda: self._steps().metrics_report())
+
+    def capabilities(self) -> dict[str, Any]:
+        return self._need_parts().capabilities()
+
+    def check_integrity(self) -> None:
+        """Recount all owners of all blocks. Raises AssertionError naming what is wrong."""
+        self._call(lambda: self._steps().check_integrity())
+
+    def close(self) -> None:
+        """End running turns (their streams get what was generated), then the thread. May be called again."""
+        if not self._thread.is_alive():
+            self._state = "stopped"
+            return
+        self._closing = True
+        self._mailbox.put(lambda: None)
+        self._thread.join(timeout=30)
+
+    # -- the engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._parts = self._load(self._config)
+            self._loop = StepLoop(self._parts)
+        except BaseException as error:
+            self._failure = error
+            self._state = "stopped"
+            self._ready.set()
+            return
+        self._state = "ok"
+        self._ready.set()
+        try:
+            while not self._closing:
+                self._drain_mailbox(wait=not self._loop.has_work)
+                self._loop.step()
+            self._stop("The engine was closed.")
+        except BaseException as error:
+            log.exception("the engine loop failed")
+            self._stop(f"The engine stopped after an unexpected error ({type(error).__name__}); restart KVScope.")
+
+    def _drain_mailbox(self, wait: bool) -> None:
+        if wait:
+            self._mailbox.get()()
+        while True:
+            try:
+                command = self._mailbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _stop(self, sentence: str) -> None:
+        """No request may wait for ever: every open stream and every command still queued learns that this is the end."""
+        self._state = "stopped"
+        cancelled = self._closing
+        self._steps().end_all(None if cancelled else EngineStopped(sentence))
+        while not self._mailbox.empty():
+            self._mailbox.get()()
+
+    # -- from other threads -----------------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._mailbox.put(command)
+        if self._state == "stopped" and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+            self._drain_mailbox(wait=False)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run on the engine thread between two steps and hand the result, or the exception, to the caller."""
+        self._need_parts()
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(command)
+        return future.result(timeout=60)
+
+    def _need_parts(self) -> EngineParts:
+        if self._parts is None or self._state == "loading":
+            raise EngineStopped("The model is still loading." if self._state == "loading" else "The engine has stopped.")
+        if self._state == "stopped":
+            raise EngineStopped("The engine has stopped; restart KVScope.")
+        return self._parts
+
+    def _steps(self) -> StepLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def _check_prompt(self, request: GenerateRequest, parts: EngineParts) -> None:
+        count, limit = len(request.prompt_ids), parts.max_seq_len
+        if not count:
+            raise InvalidRequest("The prompt is empty.")
+        if count >= limit:
+            raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= parts.vocab_size:
+            raise InvalidRequest(f"Token ids must lie between 0 and {parts.vocab_size - 1}.")
+
+    def _claim(self, session_id: str | None) -> None:
+        if session_id is None:
+            return
+        with self._busy_lock:
+            if session_id in self._busy:
+                raise Conflict("This session is still answering; wait for the reply or stop it first.")
+            self._busy.add(session_id)
+
+    def _unclaim(self, session_id: str | None) -> None:
+        with self._busy_lock:
+            self._busy.discard(session_id or "")
+

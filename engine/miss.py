@@ -1,0 +1,45 @@
+"""Why cached tokens can't be reused: the first place where cache and prompt differ, and the likely cause."""
+
+from __future__ import annotations
+
+from engine.protocol import GenerateRequest, Miss
+from engine.sequence import Sequence, common_prefix_len
+from engine.tokenizer import ChatTokenizer
+
+_LOOK_AHEAD = 16
+
+
+def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatTokenizer) -> Miss | None:
+    """Compare a session's cache with its next prompt; None if every cached token can stay. Resets `evicted_from`.
+
+    The caller's own word for what it did to the history (`request.cause`) comes first. Without one, equal text behind
+    the difference means the text was split into other tokens, anything else that the template rendered it differently.
+    """
+    cached, wanted = sequence.token_ids[: sequence.cache_pos], request.prompt_ids
+    evicted_from, sequence.evicted_from = sequence.evicted_from, 0
+    position = common_prefix_len(cached, wanted)
+    if position < len(cached):
+        cause = request.cause or _guess(cached[position:], list(wanted[position:]), tokenizer)
+        return _miss(position, cause, cached, wanted, len(cached))
+    if evicted_from > position:
+        return _miss(position, "evicted", cached, wanted, evicted_from)
+    if not cached and request.stored_cache_pos:
+        return _miss(0, "restart", cached, wanted, request.stored_cache_pos)
+    return None
+
+
+def _miss(position: int, cause: str, cached: list[int], wanted: tuple[int, ...], held: int) -> Miss:
+    return Miss(
+        position=position,
+        cause=cause,
+        cached_token=cached[position] if position < len(cached) else None,
+        wanted_token=wanted[position] if position < len(wanted) else None,
+        tokens_lost=held - position,
+    )
+
+
+def _guess(cached: list[int], wanted: list[int], tokenizer: ChatTokenizer) -> str:
+    left = tokenizer.decode(cached[:_LOOK_AHEAD])
+    right = tokenizer.decode(wanted[:_LOOK_AHEAD])
+    length = min(len(left), len(right)) // 2
+    return "retokenised" if length and left[:length] == right[:length] else "template"

@@ -1,0 +1,59 @@
+"""Runs one scheduled step on the model: grows the cache, builds the tensors, calls the model, checks the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import build_metadata
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache import KVCache
+from engine.models.registry import DecoderModel
+from engine.scheduler import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`logits` float32 [N, vocab], one row per item that wants them, in order; `finite[i]` for every item of the batch."""
+
+    logits: Tensor
+    finite: tuple[bool, ...]
+
+
+class ModelRunner:
+    """Owns model and KV tensors; knows nothing of turns or of who owns a block."""
+
+    def __init__(self, model: DecoderModel, cache: KVCache, pool: BlockPool) -> None:
+        self.model = model
+        self.cache = cache
+        self.pool = pool
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self.sync_blocks()
+        token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
+        hidden = self.model.hidden_states(token_ids, self.cache, meta)
+        finite = _finite_items(hidden, meta.query_lens)
+        return StepResult(self.model.head(hidden[meta.logit_rows]), finite)
+
+    def sync_blocks(self) -> None:
+        """Let the tensors reach as far as the pool's ids, and carry out its pending copies, before anything is read."""
+        self.cache.grow(self.pool.high_water)
+        copies = self.pool.take_copies()
+        if copies:
+            self.cache.copy_blocks(copies)
+
+    def trim(self) -> None:
+        """Give tensors above the highest used block back."""
+        self.sync_blocks()
+        self.cache.shrink(self.pool.trim())
+
+
+def _finite_items(hidden: Tensor, query_lens: tuple[int, ...]) -> tuple[bool, ...]:
+    """A token's own K and V take part in its output, so a bad value anywhere shows in the token's last hidden row."""
+    sums = hidden.float().sum(dim=-1)
+    if bool(torch.isfinite(sums.sum())):
+        return (True,) * len(query_lens)
+    return tuple(bool(torch.isfinite(rows).all()) for rows in sums.split(list(query_lens)))

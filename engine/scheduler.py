@@ -1,0 +1,175 @@
+"""Which sequences run in the next step, and with how many tokens. Integers and lists only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kv_cache.block_pool import OutOfBlocks
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.sequence import Sequence, Status, common_prefix_len
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledItem:
+    """Tokens `start : start + count` of a sequence; `wants_logits` if they reach its last known token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    items: tuple[ScheduledItem, ...]
+
+    @property
+    def token_count(self) -> int:
+        return sum(item.count for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_batch_tokens` bounds a step (long prefills are cut into chunks of it); `mixed_batch_tokens` applies while
+    others are decoding, so that a newcomer's prefill does not hold up their streams for long."""
+
+    max_sequences: int = 16
+    max_batch_tokens: int = 512
+    mixed_batch_tokens: int = 128
+
+
+class Scheduler:
+    """Continuous batching: every running sequence decodes each step, what is left of the budget goes to prefills in
+    order of arrival, and a newcomer joins at the next step. Sequences of finished turns stay in `idle` with their
+    blocks until these are needed; then the longest idle gives its blocks up first."""
+
+    def __init__(self, cache: PrefixCache, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.idle: OrderedDict[str, Sequence] = OrderedDict()
+        self._cache = cache
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.running
+        yield from self.idle.values()
+
+    def find(self, session_id: str) -> Sequence | None:
+        return next((seq for seq in self.sequences() if seq.session_id == session_id), None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose `token_ids` end in at least one token that is not in the cache."""
+        if sequence.session_id is not None:
+            self.idle.pop(sequence.session_id, None)
+        sequence.status = Status.WAITING
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The turn is over: a session's sequence turns idle with its blocks, any other gives them back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.touch()
+        sequence.evicted_from = 0
+        if sequence.session_id is None:
+            sequence.status = Status.FINISHED
+            sequence.release_blocks()
+        else:
+            sequence.status = Status.IDLE
+            self.idle[sequence.session_id] = sequence
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step; None if nothing can run. Blocks for its tokens are reserved."""
+        items = self._decodes()
+        decoding = bool(items)
+        budget = self.limits.mixed_batch_tokens if decoding else self.limits.max_batch_tokens
+        budget = max(budget - len(items), 1)
+        items += self._prefills(budget)
+        return ScheduledBatch(tuple(items)) if items else None
+
+    def _decodes(self) -> list[ScheduledItem]:
+        items = []
+        for sequence in [seq for seq in self.running if seq.remaining == 1]:
+            if sequence.status is Status.RUNNING and self._reserve(sequence, len(sequence.token_ids)):
+                items.append(self._item(sequence, 1))
+        return [item for item in items if item.sequence.status is Status.RUNNING]
+
+    def _prefills(self, budget: int) -> list[ScheduledItem]:
+        items: list[ScheduledItem] = []
+        for sequence in [seq for seq in self.running if seq.remaining > 1]:
+            count = min(sequence.remaining, budget)
+            if count and self._try_reserve(sequence, sequence.cache_pos + count):
+                items.append(self._item(sequence, count))
+                budget -= count
+        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if self._being_computed(sequence) or not self._admit(sequence):
+                break
+            count = min(sequence.remaining, budget)
+            items.append(self._item(sequence, count))
+            budget -= count
+        return items
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move the first waiting sequence to the running ones if the blocks for all its known tokens can be had."""
+        sequence.adopt_prefix()
+        if not self._try_reserve(sequence, len(sequence.token_ids)):
+            return False
+        self.waiting.popleft()
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+        return True
+
+    def _being_computed(self, sequence: Sequence) -> bool:
+        """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share."""
+        held = max(sequence.cache_pos, len(self._cache.match(sequence.token_ids[:-1])) * self._cache.block_size)
+        for other in self.running:
+            if other.remaining > 1:
+                shared = common_prefix_len(other.token_ids, sequence.token_ids[:-1])
+                if shared >= held + self._cache.block_size and shared > other.cache_pos:
+                    return True
+        return False
+
+    def _item(self, sequence: Sequence, count: int) -> ScheduledItem:
+        return ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=count == sequence.remaining)
+
+    def _try_reserve(self, sequence: Sequence, token_count: int) -> bool:
+        """Reserve, taking blocks from sequences that do not run if need be; False if that is not enough."""
+        while True:
+            try:
+                sequence.reserve(token_count)
+                return True
+            except OutOfBlocks:
+                if not self._reclaim(sequence):
+                    return False
+
+    def _reclaim(self, for_sequence: Sequence) -> bool:
+        """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
+        for sequence in [*self.idle.values(), *reversed(self.waiting)]:
+            if sequence.block_table and sequence is not for_sequence:
+                sequence.release_blocks()
+                return True
+        return False
+
+    def _reserve(self, sequence: Sequence, token_count: int) -> bool:
+        """Reserve for a decode; if all else fails, the newest running sequence goes back to waiting and starts over."""
+        while not self._try_reserve(sequence, token_count):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.release_blocks()
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)

@@ -1,0 +1,183 @@
+"""What the engine thread does between two looks into its mailbox: schedule, run, sample, commit, tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as SequenceOf
+from dataclasses import replace
+
+import torch
+
+from engine.detokenizer import Detokenizer
+from engine.errors import EngineStopped, InvalidRequest, KVScopeError, NonFiniteValues
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.loader import EngineParts
+from engine.miss import find_miss
+from engine.model_runner import ModelRunner, StepResult
+from engine.prompt import effective_max_tokens
+from engine.protocol import GenerateRequest
+from engine.sampling.sampler import Sampler, SamplingState, fresh_seed
+from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
+from engine.sequence import Sequence, common_prefix_len
+from engine.stats import EngineMetrics, TurnMeter
+from engine.turn import ActiveTurn, QueueStream
+
+
+class StepLoop:
+    """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        pool = BlockPool(parts.max_blocks)
+        self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
+        self.scheduler = Scheduler(self.prefix_cache, parts.limits)
+        self.runner = ModelRunner(parts.model, parts.cache, pool)
+        self.metrics = EngineMetrics()
+        self._parts = parts
+        self._sampler = Sampler()
+        self._turns: dict[Sequence, ActiveTurn] = {}
+        self._on_done: dict[Sequence, Callable[[], None]] = {}
+        self._stopped: EngineStopped | None = None
+        self._unchecked = False
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- commands from the mailbox ----------------------------------------------------------------------------------
+
+    def start(self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None]) -> None:
+        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it."""
+        turn: ActiveTurn | None = None
+        sequence = self._sequence_for(request.session_id)
+        try:
+            turn = self._make_turn(request, sequence, stream)
+        except KVScopeError as error:
+            on_done()
+            stream.fail(error)
+            return
+        self._turns[sequence] = turn
+        self._on_done[sequence] = on_done
+        self.scheduler.add(sequence)
+        if self._stopped:
+            self._end(turn, turn.fail(self._stopped))
+
+    def cancel(self, request_id: str) -> None:
+        for turn in list(self._turns.values()):
+            if turn.request.request_id == request_id:
+                self._end(turn, turn.finish("cancelled"))
+
+    def end_all(self, error: EngineStopped | None) -> None:
+        """The engine stops: running turns end as cancelled, or with `error`; later ones fail at once."""
+        self._stopped = error or EngineStopped("The engine has stopped; restart KVScope.")
+        for turn in list(self._turns.values()):
+            self._end(turn, turn.fail(error) if error else turn.finish("cancelled"))
+
+    def cached_prefix(self, session_id: str | None, prompt_ids: SequenceOf[int]) -> int:
+        """Tokens that a turn with this prompt would reuse; one token is always evaluated."""
+        sequence = self.scheduler.find(session_id) if session_id else None
+        own = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt_ids) if sequence else 0
+        shared = len(self.prefix_cache.match(prompt_ids)) * self.prefix_cache.block_size
+        return max(min(max(own, shared), len(prompt_ids) - 1), 0)
+
+    def release(self, session_id: str) -> None:
+        """Forget a session: its turn is cancelled, its blocks and what only it computed are freed."""
+        sequence = self.scheduler.find(session_id)
+        if sequence is not None:
+            if sequence in self._turns:
+                self._end(self._turns[sequence], self._turns[sequence].finish("cancelled"))
+            self.scheduler.idle.pop(session_id, None)
+            sequence.release_blocks()
+        self.prefix_cache.forget(session_id)
+
+    def fork(self, session_id: str, new_session_id: str, token_count: int | None) -> None:
+        source = self.scheduler.find(session_id)
+        if source is None or self.scheduler.find(new_session_id) is not None:
+            return
+        twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
+        self.scheduler.finish(twin)
+
+    def check_integrity(self) -> None:
+        check_integrity(self.prefix_cache, self.scheduler.sequences())
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Run one batch, or, when nothing is left to run, recount who owns what."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            self._idle()
+            return
+        self._unchecked = True
+        for item in batch.items:
+            self._turns[item.sequence].meter.admit(item.start)
+        result = self.runner.execute(batch)
+        self._commit(batch, result)
+
+    def _idle(self) -> None:
+        if self.scheduler.waiting:
+            turn = self._turns[self.scheduler.waiting[0]]
+            self._end(turn, turn.fail(KVScopeError("The KV cache is too small for this turn.", code="kv_cache_full")))
+        elif self._unchecked:
+            self.check_integrity()
+            self.runner.trim()
+            self._unchecked = False
+
+    def _commit(self, batch: ScheduledBatch, result: StepResult) -> None:
+        wanted: list[ScheduledItem] = []
+        rows: list[int] = []
+        row = 0
+        for item, finite in zip(batch.items, result.finite, strict=True):
+            turn = self._turns[item.sequence]
+            if not finite or (item.wants_logits and not bool(torch.isfinite(result.logits[row]).all())):
+                self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
+            else:
+                item.sequence.advance(item.count)
+                if item.wants_logits:
+                    wanted.append(item)
+                    rows.append(row)
+                else:
+                    turn.report_prefill()
+            row += item.wants_logits
+        if wanted:
+            logits = result.logits if len(rows) == row else result.logits[rows]
+            self._sample([self._turns[item.sequence] for item in wanted], logits)
+
+    def _sample(self, turns: list[ActiveTurn], logits: torch.Tensor) -> None:
+        sampled = self._sampler.sample(logits, [turn.sampling for turn in turns])
+        for turn, token in zip(turns, sampled, strict=True):
+            gap = turn.meter.token()
+            if gap is not None:
+                self.metrics.per_token.add(gap)
+            reason = turn.accept(token)
+            if reason is not None:
+                self._end(turn, turn.finish(reason))
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _sequence_for(self, session_id: str | None) -> Sequence:
+        sequence = self.scheduler.find(session_id) if session_id else None
+        return sequence or Sequence(self.prefix_cache, session_id)
+
+    def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
+        params, tokenizer = request.params, self._parts.tokenizer
+        if params.seed is None:
+            params = replace(params, seed=fresh_seed())
+        assert params.seed is not None
+        sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
+        meter = TurnMeter(request.session_id, len(request.prompt_ids), params.seed)
+        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
+        detokenizer = Detokenizer(tokenizer, params.stop)
+        meter.miss = find_miss(sequence, request, tokenizer)
+        cached = sequence.token_ids[: sequence.cache_pos]
+        sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
+        sequence.set_tokens(request.prompt_ids)
+        sequence.turn_id = request.request_id
+        return ActiveTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer.eos_ids)
+
+    def _end(self, turn: ActiveTurn, event: object) -> None:
+        self.scheduler.finish(turn.sequence)
+        del self._turns[turn.sequence]
+        self._on_done.pop(turn.sequence)()
+        self.metrics.turn_ended(event.stats)
+        turn.stream.put(event)

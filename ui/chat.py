@@ -1,0 +1,384 @@
+"""The conversation: what a person's act does to the stored messages, the prompt and the running turn.
+
+Page and HTTP routes both come through here. The engine's cache is never told what changed: every prompt is compared
+with it from the start.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+from engine.errors import Conflict, InvalidRequest, NotFound
+from engine.local import LocalEngine
+from engine.prompt import FittedPrompt, effective_max_tokens, fit_prompt
+from engine.protocol import ChatMessage, GenerateRequest
+from engine.sampling.params import SamplingParams
+from sessions.errors import NotStored
+from sessions.models import PARTIAL, Message, Session
+from sessions.store import SessionStore
+from ui.api.params import parse_params
+from ui.recorder import record
+from ui.turn import Turn
+
+MAX_MESSAGE_CHARS = 100_000
+REPLY_SHARE = 4
+"""While older turns can still leave the prompt, up to 1 / REPLY_SHARE of the context is kept free for the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPreview:
+    """What sending a text would cost: tokens of the prompt, how many of them are cached, which messages would leave."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    context_limit: int
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A prompt that fits, and the ids of the messages it was made of (None for the system prompt and unsent text)."""
+
+    fitted: FittedPrompt
+    message_ids: tuple[str | None, ...]
+    params: SamplingParams
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        ids = (self.message_ids[index] for index in self.fitted.dropped)
+        return tuple(message_id for message_id in ids if message_id is not None)
+
+
+class ChatService:
+    """Acts on stored conversations and owns their running turns; at most one turn per session. Thread-safe."""
+
+    def __init__(self, store: SessionStore, engine: LocalEngine) -> None:
+        self.store = store
+        self.engine = engine
+        self._turns: dict[str, Turn] = {}
+        self._claimed: set[str] = set()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._causes: dict[str, str] = {}
+
+    # -- acts that produce a reply ----------------------------------------------------------------------------------
+
+    def send(self, session_id: str, content: str, params: SamplingParams | None = None) -> Turn:
+        """Append a user message to the current branch and answer it."""
+        _check_content(content)
+        with self._claim(session_id) as session:
+            branch = self.store.branch(session_id)
+            plan = self._plan(session, branch.messages, params, content)
+            user = self.store.add_message(session_id, session.head_id, "user", content)
+            self._name_after(session, content)
+            return self._answer(session, user, plan, None)
+
+    def edit(
+        self, session_id: str, message_id: str, content: str, params: SamplingParams | None = None
+    ) -> Turn:
+        """Answer another version of a user message; the old one and what followed it stay as a sibling branch."""
+        _check_content(content)
+        with self._claim(session_id) as session:
+            old = self._message(session_id, message_id)
+            if old.role != "user":
+                raise InvalidRequest("Only a user message can be edited and answered anew.")
+            plan = self._plan(session, self._path_to(session_id, old.parent_id), params, content)
+            user = self.store.add_message(session_id, old.parent_id, "user", content)
+            return self._answer(session, user, plan, "edit")
+
+    def regenerate(
+        self, session_id: str, message_id: str | None = None, params: SamplingParams | None = None
+    ) -> Turn:
+        """Another reply to the same user message, as a sibling of the old one. Default: the last reply."""
+        with self._claim(session_id) as session:
+            user = self._user_message_of(session_id, message_id or session.head_id)
+            plan = self._plan(session, self._path_to(session_id, user.id), params, None)
+            return self._answer(session, user, plan, "regenerate")
+
+    def complete(self, session_id: str, messages: Sequence[ChatMessage], params: SamplingParams) -> Turn:
+        """Answer a whole conversation sent by a client: what equals the stored branch is kept, the rest is appended."""
+        if not messages or messages[-1].role != "user":
+            raise InvalidRequest("The last message of a session's turn must be a user message.")
+        for message in messages:
+            _check_length(message.content)
+        with self._claim(session_id) as session:
+            system, rest = _split_system(messages)
+            if system is not None and system != session.system_prompt:
+                self.store.update(session_id, system_prompt=system)
+                session = self.store.get(session_id)
+            stored = self.store.branch(session_id).messages
+            kept = _common_messages(stored, rest)
+            new = rest[kept:]
+            path = [*stored[:kept]]
+            cause = "edit" if kept < len(stored) else None
+            self._plan(session, path, params, None, unsent=new)
+            for message in new:
+                parent_id = path[-1].id if path else None
+                path.append(self.store.add_message(session_id, parent_id, message.role, message.content))
+            plan = self._plan(session, path, params, None)
+            self._name_after(session, rest[0].content)
+            return self._answer(session, path[-1], plan, cause)
+
+    def stop(self, session_id: str) -> bool:
+        """Ask the running turn, if any, to end; False if nothing was running."""
+        turn = self.running(session_id)
+        if turn is None:
+            return False
+        turn.cancel()
+        return True
+
+    def running(self, session_id: str) -> Turn | None:
+        with self._lock:
+            return self._turns.get(session_id)
+
+    # -- acts on the tree -------------------------------------------------------------------------------------------
+
+    def undo(self, session_id: str, message_id: str | None = None) -> str:
+        """Take the last user message (or the given one) and what follows it off the branch; its text."""
+        with self._claim(session_id) as session:
+            user = self._user_message_of(session_id, message_id or session.head_id)
+            self.store.set_head(session_id, user.parent_id)
+            self._causes[session_id] = "undo"
+            return user.content
+
+    def edit_reply(self, session_id: str, message_id: str, content: str) -> Message:
+        """Put another text in the place of a reply, as its sibling; nothing is generated."""
+        _check_content(content)
+        with self._claim(session_id):
+            old = self._message(session_id, message_id)
+            if old.role != "assistant":
+                raise InvalidRequest("Only a reply can be replaced by a text of one's own.")
+            self._causes[session_id] = "edit"
+            return self.store.add_message(session_id, old.parent_id, "assistant", content)
+
+    def delete_message(self, session_id: str, message_id: str) -> None:
+        """Delete a message and everything below it."""
+        with self._claim(session_id):
+            self._message(session_id, message_id)
+            self.store.delete_message(message_id)
+            self._causes[session_id] = "delete"
+
+    def select_branch(self, session_id: str, message_id: str) -> None:
+        """Show the branch that runs through this message, down to its newest leaf."""
+        with self._claim(session_id):
+            self._message(session_id, message_id)
+            self.store.set_head(session_id, self.store.leaf_below(message_id))
+            self._causes[session_id] = "branch"
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def fork(self, session_id: str, message_id: str | None = None) -> Session:
+        """A new session with the branch up to a message (default: all of it); it shares the cache's full blocks."""
+        with self._claim(session_id) as session:
+            if message_id is not None:
+                self._message(session_id, message_id)
+            twin = self.store.copy_branch(session_id, message_id)
+            if message_id in (None, session.head_id) and self.engine.status() == "ok":
+                self.engine.fork(session_id, twin.id)
+            return twin
+
+    def update_session(
+        self,
+        session_id: str,
+        *,
+        title: str | None = None,
+        system_prompt: str | None = None,
+        params: dict[str, object] | None = None,
+    ) -> Session:
+        """Rename, or change system prompt or sampling settings (checked first)."""
+        session = self._session(session_id)
+        if params is not None:
+            parse_params(params)
+        if system_prompt is not None:
+            _check_length(system_prompt)
+            if system_prompt != session.system_prompt:
+                self._causes[session_id] = "system_prompt"
+        self.store.update(session_id, title=title, system_prompt=system_prompt, params=params)
+        return self._session(session_id)
+
+    def delete_session(self, session_id: str) -> None:
+        """Stop its turn, delete it, and free its cache."""
+        self._session(session_id)
+        turn = self.running(session_id)
+        if turn is not None:
+            turn.cancel()
+            turn.wait(2**62, timeout_s=10)
+        with self._claim(session_id):
+            self.store.delete(session_id)
+        if self.engine.status() == "ok":
+            self.engine.release(session_id)
+
+    def preview(self, session_id: str, content: str) -> PromptPreview:
+        """What sending `content` now would cost. Raises `ContextOverflow` if it can't fit."""
+        session = self._session(session_id)
+        plan = self._plan(session, self.store.branch(session_id).messages, None, content)
+        ids = plan.fitted.prompt.token_ids
+        reused = self.engine.cached_prefix(session_id, ids)
+        return PromptPreview(len(ids), reused, self._context_limit(), plan.dropped)
+
+    def close(self) -> None:
+        """End every running turn and wait until what they produced is stored."""
+        with self._lock:
+            turns = list(self._turns.values())
+        for turn in turns:
+            turn.cancel()
+        for turn in turns:
+            turn.wait(2**62, timeout_s=10)
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _claim(self, session_id: str) -> Iterator[Session]:
+        """One act at a time per session; a running turn counts as one until its reply is stored."""
+        session = self._session(session_id)
+        with self._lock:
+            if session_id in self._claimed or session_id in self._turns:
+                raise Conflict("This session is still answering; wait for the reply or stop it first.")
+            self._claimed.add(session_id)
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._claimed.discard(session_id)
+
+    def _answer(self, session: Session, user: Message, plan: _Plan, cause: str | None) -> Turn:
+        reply = self.store.add_message(
+            session.id, user.id, "assistant", "", status=PARTIAL, model=self._model_name()
+        )
+        self._remember_first_kept(session, plan)
+        cause = cause or self._causes.get(session.id) or ("context_full" if plan.fitted.dropped else None)
+        self._causes.pop(session.id, None)
+        prompt_ids = plan.fitted.prompt.token_ids
+        turns = self.store.turns(session.id)
+        request = GenerateRequest(
+            prompt_ids=prompt_ids,
+            params=plan.params,
+            session_id=session.id,
+            cause=cause,
+            stored_cache_pos=turns[-1].stats["cache_pos"] if turns else 0,
+        )
+        limit = effective_max_tokens(len(prompt_ids), self._context_limit(), plan.params.max_tokens)
+        turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
+        stream = self.engine.generate(request)
+        with self._lock:
+            self._turns[session.id] = turn
+        record(self.store, turn, stream, self._model_name(), lambda: self._turn_over(session.id))
+        return turn
+
+    def _turn_over(self, session_id: str) -> None:
+        with self._lock:
+            self._turns.pop(session_id, None)
+
+    def _plan(
+        self,
+        session: Session,
+        path: Sequence[Message],
+        params: SamplingParams | None,
+        content: str | None,
+        unsent: Sequence[ChatMessage] = (),
+    ) -> _Plan:
+        """Render the branch (and text not stored yet) into a prompt that fits the context."""
+        params = params or parse_params(session.params)
+        messages: list[ChatMessage] = []
+        message_ids: list[str | None] = []
+        if session.system_prompt:
+            messages.append(ChatMessage("system", session.system_prompt))
+            message_ids.append(None)
+        for message in path:
+            messages.append(ChatMessage(message.role, message.content, message.token_ids))
+            message_ids.append(message.id)
+        messages += unsent
+        if content is not None:
+            messages.append(ChatMessage("user", content))
+        message_ids += [None] * (len(messages) - len(message_ids))
+        limit = self._context_limit()
+        reserve = min(params.max_tokens or limit, limit // REPLY_SHARE)
+        first_kept = message_ids.index(session.first_kept_id) if session.first_kept_id in message_ids else None
+        date = datetime.fromisoformat(session.prompt_date)
+        fitted = fit_prompt(self.engine.tokenizer, messages, date, limit, reserve, first_kept)
+        return _Plan(fitted, tuple(message_ids), params)
+
+    def _remember_first_kept(self, session: Session, plan: _Plan) -> None:
+        if plan.fitted.dropped:
+            first_kept_id = plan.message_ids[plan.fitted.first_kept]
+            if first_kept_id is not None and first_kept_id != session.first_kept_id:
+                self.store.update(session.id, first_kept_id=first_kept_id)
+
+    def _name_after(self, session: Session, content: str) -> None:
+        """An unnamed session takes the beginning of its first message as its title."""
+        if session.head_id is None and not session.title:
+            title = " ".join(content.split())[:60]
+            self.store.update(session.id, title=title)
+
+    def _session(self, session_id: str) -> Session:
+        try:
+            uuid.UUID(session_id)
+        except (ValueError, AttributeError, TypeError):
+            raise InvalidRequest("A session id must be a UUID.") from None
+        try:
+            return self.store.get(session_id)
+        except NotStored:
+            raise NotFound("There is no session with this id.") from None
+
+    def _message(self, session_id: str, message_id: str) -> Message:
+        try:
+            message = self.store.message(message_id)
+        except NotStored:
+            message = None
+        if message is None or message.session_id != session_id:
+            raise NotFound("There is no message with this id in this session.")
+        return message
+
+    def _path_to(self, session_id: str, message_id: str | None) -> list[Message]:
+        path: list[Message] = []
+        while message_id is not None:
+            message = self._message(session_id, message_id)
+            path.append(message)
+            message_id = message.parent_id
+        return path[::-1]
+
+    def _user_message_of(self, session_id: str, message_id: str | None) -> Message:
+        """The user message itself, or the one that a reply answers."""
+        while message_id is not None:
+            message = self._message(session_id, message_id)
+            if message.role == "user":
+                return message
+            message_id = message.parent_id
+        raise InvalidRequest("There is no user message to answer.")
+
+    def _model_name(self) -> str:
+        return str(self.engine.capabilities()["model"])
+
+    def _context_limit(self) -> int:
+        return int(self.engine.capabilities()["max_seq_len"])
+
+
+def _check_content(content: str) -> None:
+    if not isinstance(content, str) or not content.strip():
+        raise InvalidRequest("The message is empty.")
+    _check_length(content)
+
+
+def _check_length(content: str) -> None:
+    if len(content) >= MAX_MESSAGE_CHARS:
+        raise InvalidRequest(f"The message has {len(content)} characters; the most is {MAX_MESSAGE_CHARS - 1}.")
+
+
+def _split_system(messages: Sequence[ChatMessage]) -> tuple[str | None, list[ChatMessage]]:
+    if messages[0].role == "system":
+        return messages[0].content, list(messages[1:])
+    return None, list(messages)
+
+
+def _common_messages(stored: Sequence[Message], given: Sequence[ChatMessage]) -> int:
+    count = 0
+    for old, new in zip(stored, given, strict=False):
+        if (old.role, old.content) != (new.role, new.content):
+            break
+        count += 1
+    return count

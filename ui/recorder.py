@@ -1,0 +1,83 @@
+"""Writes a reply to the store while it streams, on a thread of its own, so that neither engine nor page waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from engine.errors import KVScopeError
+from engine.protocol import EventStream, Failed, Finished, TokenDelta
+from sessions.errors import StoreError
+from sessions.models import COMPLETE, FAILED
+from sessions.store import SessionStore
+from ui.turn import Turn
+
+STORE_EVERY_S = 0.5
+log = logging.getLogger("kvscope.recorder")
+
+
+class StorageFailed(KVScopeError):
+    status = 507
+    code = "storage_failed"
+
+
+def record(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
+    """Start the thread that feeds `turn` and the store from `stream`; `on_done` runs once the reply is stored."""
+    turn.attach(stream)
+    thread = threading.Thread(
+        target=_run, args=(store, turn, stream, model, on_done), name=f"kvscope-turn-{turn.id[:8]}", daemon=True
+    )
+    thread.start()
+
+
+def _run(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
+    error: KVScopeError | None = None
+    last_stored = time.monotonic()
+    try:
+        for event in stream:
+            turn.add(event)
+            if isinstance(event, TokenDelta) and time.monotonic() - last_stored > STORE_EVERY_S:
+                error = _try(lambda: _store_partial(store, turn))
+                last_stored = time.monotonic()
+            elif isinstance(event, Finished):
+                error = _try(lambda event=event: _store_finished(store, turn, event, model))
+            elif isinstance(event, Failed):
+                error = _try(lambda event=event: _store_failed(store, turn, event))
+    finally:
+        on_done()
+        turn.close(error)
+
+
+def _try(action: Callable[[], None]) -> KVScopeError | None:
+    """A full disk must not end the stream: the person still sees the reply, and is told that it was not stored."""
+    try:
+        action()
+    except StoreError as error:
+        log.warning("a reply could not be stored: %s", error)
+        return StorageFailed(f"The reply could not be stored: {error}")
+    return None
+
+
+def _store_partial(store: SessionStore, turn: Turn) -> None:
+    view = turn.view()
+    store.update_message(turn.message_id, content=view.text)
+
+
+def _store_finished(store: SessionStore, turn: Turn, event: Finished, model: str) -> None:
+    store.update_message(
+        turn.message_id,
+        content=event.text,
+        token_ids=event.token_ids,
+        status=COMPLETE,
+        finish_reason=event.stats.finish_reason,
+    )
+    store.add_turn(turn.session_id, turn.message_id, model, asdict(event.stats))
+
+
+def _store_failed(store: SessionStore, turn: Turn, event: Failed) -> None:
+    store.update_message(
+        turn.message_id, content=turn.view().text, status=FAILED, finish_reason="error", error=str(event.error)
+    )
