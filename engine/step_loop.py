@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -96,6 +97,17 @@ class StepLoop:
             return
         twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
         self.scheduler.finish(twin)
+
+    def metrics_report(self) -> dict[str, Any]:
+        """Counters since start and gauges of now, for `GET /metrics`."""
+        pool = self.prefix_cache.pool
+        return {
+            **self.metrics.snapshot(),
+            "blocks_used": pool.used_count,
+            "blocks_free": pool.free_count,
+            "waiting": len(self.scheduler.waiting),
+            "running": len(self.scheduler.running),
+        }
 
     def check_integrity(self) -> None:
         check_integrity(self.prefix_cache, self.scheduler.sequences())

@@ -1,0 +1,73 @@
+"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+
+from engine.loader import EngineParts
+from engine.step_loop import StepLoop
+
+
+def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
+    """Bytes by kind. On the CPU "device" is the machine's RAM and the allocator's part is what the process holds
+    beyond weights, KV and workspace (interpreter, libraries, buffers)."""
+    spec = parts.cache.spec
+    block_bytes = spec.bytes_per_token * spec.block_size
+    weights = parts.model.weight_bytes
+    kv_reserved = parts.cache.reserved_bytes
+    workspace = parts.cache.workspace_bytes
+    device = _card_figures(parts.model.device) if parts.model.device.type == "cuda" else _ram_figures()
+    own = weights + kv_reserved + workspace
+    return {
+        "weights": weights,
+        "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
+        "kv_reserved": kv_reserved,
+        "kv_ram": 0 if parts.model.device.type == "cuda" else kv_reserved,
+        "kv_disk": 0,
+        "workspace": workspace,
+        "allocator_slack": max(device["process"] - own, 0),
+        "other_processes": max(device["total"] - device["free"] - device["process"], 0),
+        "total_device": device["total"],
+        "free_device": device["free"],
+        "process_rss": psutil.Process().memory_info().rss,
+        "ram_total": psutil.virtual_memory().total,
+        "ram_available": psutil.virtual_memory().available,
+        "blocks_used": loop.prefix_cache.pool.used_count,
+        "blocks_free": loop.prefix_cache.pool.free_count,
+        "block_bytes": block_bytes,
+        "sessions": {
+            seq.session_id: {
+                "kv_used": seq.cache_pos * spec.bytes_per_token,
+                "kv_reserved": len(seq.block_table) * block_bytes,
+            }
+            for seq in loop.scheduler.sequences()
+            if seq.session_id is not None
+        },
+    }
+
+
+def _ram_figures() -> dict[str, int]:
+    ram = psutil.virtual_memory()
+    return {"total": ram.total, "free": ram.available, "process": psutil.Process().memory_info().rss}
+
+
+def _card_figures(device: torch.device) -> dict[str, int]:
+    """What the driver says through NVML, which also sees other processes; torch's own view where NVML is missing."""
+    free, total = torch.cuda.mem_get_info(device)
+    process = torch.cuda.memory_reserved(device)
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+        for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if entry.pid == os.getpid() and entry.usedGpuMemory:
+                process = int(entry.usedGpuMemory)
+    except Exception:
+        # NVML is optional: containers often hide it, and the ledger then works with torch's own figures.
+        return {"total": total, "free": free, "process": process}
+    return {"total": total, "free": free, "process": process}

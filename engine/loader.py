@@ -1,0 +1,133 @@
+"""From a configuration to everything the step loop needs: model, tokenizer, cache of the right size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_cache.cache import KVCache
+from engine.kv_cache.spec import KVCacheSpec
+from engine.models.registry import DecoderModel, load_model
+from engine.scheduler import SchedulerLimits
+from engine.tokenizer import ChatTokenizer
+from engine.weights.catalog import resolve
+
+CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
+CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
+RAM_SHARE, CARD_SHARE = 0.25, 0.85
+KV_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block."""
+
+    model: DecoderModel
+    cache: KVCache
+    tokenizer: ChatTokenizer
+    name: str
+    kv_format: str
+    max_seq_len: int
+    max_blocks: int
+    limits: SchedulerLimits
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    def capabilities(self) -> dict[str, Any]:
+        """What the panel shows of the model, and what requests are checked against."""
+        spec = self.cache.spec
+        return {
+            "model": self.name,
+            "device": str(self.model.device),
+            "dtype": self.model.weight_format,
+            "kv_format": self.kv_format,
+            "max_seq_len": self.max_seq_len,
+            "block_size": spec.block_size,
+            "num_layers": spec.num_layers,
+            "num_heads": self.model.config.num_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "bytes_per_token": spec.bytes_per_token,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.tokenizer.template_name,
+            "warnings": list(self.warnings),
+        }
+
+
+def load_parts(config: EngineConfig) -> EngineParts:
+    """Load what the configuration names. Raises `ModelFileError` and `ConfigError`, each one sentence."""
+    device = pick_device(config.device)
+    source = resolve(config.model, config.data_dir)
+    tokenizer = ChatTokenizer.from_source(source, cache_dir=config.data_dir / "cache")
+    model = load_model(source.path, device, config.dtype, cache_dir=config.data_dir / "cache")
+    return assemble(config, model, tokenizer, source.name)
+
+
+def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:
+    """Fit the cache to the budget and put the parts together."""
+    kv_format = pick_kv_format(config.kv_format, model)
+    spec = KVCacheSpec(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        block_size=config.block_size,
+        dtype=KV_DTYPES[kv_format],
+    )
+    budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
+    max_blocks = budget // (spec.bytes_per_token * spec.block_size)
+    return EngineParts(
+        model=model,
+        cache=KVCache(spec, model.device),
+        tokenizer=tokenizer,
+        name=name,
+        kv_format=kv_format,
+        max_seq_len=fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec),
+        max_blocks=max_blocks,
+        limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
+        warnings=(*tokenizer.warnings, *model.warnings),
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a CUDA card and driver, and none is available.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def pick_kv_format(name: str, model: DecoderModel) -> str:
+    """auto: exact for float32 models, else 16 bits in the range that the card computes in."""
+    if name != "auto":
+        return name
+    if model.weight_format == "float32":
+        return "fp32"
+    return "bf16" if model.dtype is torch.bfloat16 else "fp16"
+
+
+def default_kv_budget(device: torch.device) -> int:
+    """Bytes: a share of what is free once the weights are loaded."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CARD_SHARE)
+    return int(psutil.virtual_memory().available * RAM_SHARE)
+
+
+def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:
+    """The context limit: as asked, or what the model was trained for and the budget can hold."""
+    room = (max_blocks - 1) * spec.block_size
+    if wanted is not None and wanted > model_limit:
+        raise ConfigError(f"--max-seq-len {wanted} is more than the model's own context of {model_limit} tokens.")
+    if wanted is not None and wanted > room:
+        raise ConfigError(f"--max-seq-len {wanted} does not fit: the KV budget holds {max(room, 0)} tokens.")
+    limit = min(wanted or model_limit, room)
+    if limit < 2:
+        raise ConfigError("The KV budget does not hold a single block; raise --kv-budget.")
+    return limit

@@ -1,0 +1,115 @@
+"""Looks into one session's cache, for the panel and the inspection routes. Runs on the engine thread, changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.loader import EngineParts
+from engine.protocol import ProbeQuery
+from engine.sequence import Sequence, Status
+from engine.step_loop import StepLoop
+
+MAX_PROBE_POSITIONS = 4096
+
+
+def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[str, Any]:
+    """The body of `GET /api/sessions/{id}/cache`; an unknown session simply has an empty cache."""
+    sequence = loop.scheduler.find(session_id) or Sequence(loop.prefix_cache, session_id)
+    spec = parts.cache.spec
+    return {
+        "session_id": session_id,
+        "model": parts.name,
+        "kv_format": parts.kv_format,
+        "cache_pos": sequence.cache_pos,
+        "max_seq_len": parts.max_seq_len,
+        "status": sequence.status.value,
+        "token_ids": sequence.token_ids[: sequence.cache_pos],
+        "block_size": spec.block_size,
+        "block_table": list(sequence.block_table),
+        "blocks": _blocks(loop, parts, sequence),
+        "bytes_per_token": spec.bytes_per_token,
+        "bytes_used": sequence.cache_pos * spec.bytes_per_token,
+        "bytes_reserved": len(sequence.block_table) * spec.block_size * spec.bytes_per_token,
+        "invariants": invariants(loop, sequence),
+    }
+
+
+def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:
+    size = parts.cache.spec.block_size
+    pool = loop.prefix_cache.pool
+    tier = "gpu" if parts.model.device.type == "cuda" else "ram"
+    blocks = []
+    for index, block_id in enumerate(sequence.block_table):
+        start = index * size
+        in_tree = index < len(sequence.nodes)
+        blocks.append(
+            {
+                "id": block_id,
+                "start": start,
+                "count": max(0, min(size, sequence.cache_pos - start)),
+                # The tree's own reference is not an owner: it only remembers the block.
+                "ref_count": pool.ref_count(block_id) - in_tree,
+                "tier": tier,
+                "format": parts.kv_format,
+                "written_by_turn": sequence.block_turns[index],
+                "last_audit": None,
+            }
+        )
+    return blocks
+
+
+def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
+    """What must hold of a sequence between two steps; false names a fault of the cache."""
+    size = loop.prefix_cache.block_size
+    pool = loop.prefix_cache.pool
+    table = sequence.block_table
+    idle = sequence.status is Status.IDLE
+    return {
+        "cache_pos_within_blocks": sequence.cache_pos <= len(table) * size,
+        "cached_ids_are_history": sequence.cache_pos <= len(sequence.token_ids)
+        and all(
+            node.key == tuple(sequence.token_ids[i * size : (i + 1) * size]) for i, node in enumerate(sequence.nodes)
+        ),
+        "no_block_twice": len(set(table)) == len(table),
+        "every_block_owned": all(pool.ref_count(block_id) > 0 for block_id in table),
+        "last_block_not_shared": not sequence.cache_pos % size or pool.ref_count(table[sequence.cache_pos // size]) == 1,
+        "last_token_run_or_pending": not idle or sequence.remaining <= 1,
+    }
+
+
+def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
+    """Cached K or V of one layer and KV head, dequantised as the kernel reads them; positions past the end are left out."""
+    spec = parts.cache.spec
+    _check_query(query, spec.num_layers, spec.num_kv_heads)
+    sequence = loop.scheduler.find(session_id)
+    if sequence is None:
+        return []
+    start = min(query.start, sequence.cache_pos)
+    count = min(query.count, sequence.cache_pos - start)
+    if not count:
+        return []
+    loop.runner.sync_blocks()
+    rows = parts.cache.read(sequence.block_table, query.layer, query.head, query.tensor, start, count)
+    norms = rows.norm(dim=-1).tolist()
+    return [
+        {
+            "position": start + index,
+            "token_id": sequence.token_ids[start + index],
+            "token": parts.tokenizer.token_text(sequence.token_ids[start + index]),
+            "values": [round(value, 6) for value in rows[index, : query.dims].tolist()],
+            "norm": round(norms[index], 6),
+        }
+        for index in range(count)
+    ]
+
+
+def _check_query(query: ProbeQuery, num_layers: int, num_kv_heads: int) -> None:
+    if query.tensor not in ("k", "v"):
+        raise InvalidRequest('tensor must be "k" or "v".')
+    if not 0 <= query.layer < num_layers:
+        raise InvalidRequest(f"layer must lie between 0 and {num_layers - 1}.")
+    if not 0 <= query.head < num_kv_heads:
+        raise InvalidRequest(f"head must lie between 0 and {num_kv_heads - 1} (KV heads).")
+    if query.start < 0 or not 0 <= query.count <= MAX_PROBE_POSITIONS or query.dims < 1:
+        raise InvalidRequest(f"start must be at least 0, count at most {MAX_PROBE_POSITIONS}, dims at least 1.")

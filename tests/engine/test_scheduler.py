@@ -1,0 +1,150 @@
+"""The scheduler with no model behind it: random turns on a tiny pool must all end, and every block stays accounted for."""
+
+import random
+
+import pytest
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Sequence, Status, common_prefix_len
+
+SIZE = 4
+
+
+def make(blocks: int = 64, **limits: int) -> tuple[PrefixCache, Scheduler]:
+    cache = PrefixCache(BlockPool(blocks), SIZE)
+    return cache, Scheduler(cache, SchedulerLimits(**limits))
+
+
+def new(cache: PrefixCache, token_ids: list[int], session_id: str | None = None) -> Sequence:
+    sequence = Sequence(cache, session_id)
+    sequence.set_tokens(token_ids)
+    return sequence
+
+
+def run_step(scheduler: Scheduler, sample=lambda sequence: 7) -> list[tuple[Sequence, int]]:
+    batch = scheduler.schedule()
+    assert batch is not None
+    for item in batch.items:
+        item.sequence.advance(item.count)
+        if item.wants_logits:
+            item.sequence.token_ids.append(sample(item.sequence))
+    return [(item.sequence, item.count) for item in batch.items]
+
+
+def test_a_long_prefill_is_chunked_and_a_decoding_neighbour_keeps_streaming():
+    cache, scheduler = make(max_batch_tokens=32, mixed_batch_tokens=9)
+    chatting, long = new(cache, [1, 2, 3]), new(cache, list(range(100, 140)))
+    scheduler.add(chatting)
+    assert run_step(scheduler) == [(chatting, 3)]
+    scheduler.add(long)
+    for _ in range(5):
+        assert run_step(scheduler) == [(chatting, 1), (long, 8)]
+    assert run_step(scheduler) == [(chatting, 1), (long, 1)]
+    assert long.cache_pos == 41
+
+
+def test_a_newcomer_joins_at_the_next_step():
+    cache, scheduler = make()
+    first, second = new(cache, [1, 2, 3]), new(cache, [4, 5])
+    scheduler.add(first)
+    run_step(scheduler)
+    scheduler.add(second)
+    assert run_step(scheduler) == [(first, 1), (second, 2)]
+
+
+def test_a_prompt_that_another_is_computing_waits_and_shares():
+    cache, scheduler = make(max_batch_tokens=8)
+    ids = list(range(20))
+    first, second = new(cache, ids), new(cache, [*ids[:16], 90])
+    scheduler.add(first)
+    scheduler.add(second)
+    while second.status is Status.WAITING:
+        run_step(scheduler)
+    assert second.block_table[:4] == first.block_table[:4]
+
+
+def test_the_longest_idle_session_gives_its_blocks_first_and_running_ones_none():
+    cache, scheduler = make(blocks=9)
+    for name in ("old", "new"):
+        sequence = new(cache, [hash(name) % 1000 + i for i in range(7)], name)
+        scheduler.add(sequence)
+        run_step(scheduler)
+        scheduler.finish(sequence)
+    scheduler.add(new(cache, list(range(300, 318))))
+    run_step(scheduler)
+    assert scheduler.idle["old"].cache_pos == 0 and scheduler.idle["old"].evicted_from == 7
+    assert scheduler.idle["new"].cache_pos == 7
+
+
+def test_without_room_the_newest_running_sequence_starts_over_and_still_ends():
+    cache, scheduler = make(blocks=7)
+    old, young = new(cache, list(range(8))), new(cache, list(range(50, 58)))
+    scheduler.add(old)
+    scheduler.add(young)
+    while len(old.token_ids) < 20:
+        run_step(scheduler)
+    assert young.status is Status.WAITING
+    scheduler.finish(old)
+    while len(young.token_ids) < 20:
+        run_step(scheduler)
+    check_integrity(cache, scheduler.sequences())
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_traffic_always_ends_and_leaks_nothing(seed):
+    """Sends, edits, forks, cancels and deletes of several sessions on a pool that holds little more than one of them."""
+    rng = random.Random(seed)
+    cache, scheduler = make(blocks=rng.randint(13, 40), max_batch_tokens=rng.choice([3, 8, 64]), mixed_batch_tokens=4)
+    limit = 11 * SIZE
+    goal: dict[Sequence, int] = {}
+
+    def start(session_id: str | None) -> None:
+        sequence = (scheduler.find(session_id) if session_id else None) or Sequence(cache, session_id)
+        if sequence in goal:
+            return
+        history = sequence.token_ids[: rng.randint(0, len(sequence.token_ids))]
+        prompt = (history + [rng.randint(0, 2) for _ in range(rng.randint(1, 12))])[: limit - 8]
+        shared = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt)
+        sequence.truncate(min(shared, len(prompt) - 1))
+        sequence.set_tokens(prompt)
+        scheduler.add(sequence)
+        goal[sequence] = len(prompt) + rng.randint(1, 8)
+
+    for _ in range(120):
+        act = rng.random()
+        if act < 0.25:
+            start(rng.choice(["a", "b", "c", None]))
+        elif act < 0.3 and goal:
+            sequence = rng.choice(list(goal))
+            del goal[sequence]
+            scheduler.finish(sequence)
+        elif act < 0.35 and scheduler.idle:
+            twin_name = f"fork{rng.random()}"
+            source = rng.choice(list(scheduler.idle.values()))
+            scheduler.finish(source.fork(twin_name, rng.randint(0, source.cache_pos)))
+        elif act < 0.4 and scheduler.idle:
+            name = rng.choice(list(scheduler.idle))
+            scheduler.idle.pop(name).release_blocks()
+            cache.forget(name)
+        elif scheduler.has_work:
+            before = {seq: seq.cache_pos for seq in scheduler.running}
+            for sequence, _ in run_step(scheduler, lambda _: rng.randint(0, 2)):
+                assert sequence.status is Status.RUNNING and sequence.cache_pos > before.get(sequence, 0)
+                if len(sequence.token_ids) >= goal[sequence]:
+                    del goal[sequence]
+                    scheduler.finish(sequence)
+        check_integrity(cache, scheduler.sequences())
+    for _ in range(500):
+        if not scheduler.has_work:
+            break
+        for sequence, _ in run_step(scheduler):
+            if len(sequence.token_ids) >= goal[sequence]:
+                scheduler.finish(sequence)
+    assert not scheduler.has_work
+    for name in list(scheduler.idle):
+        scheduler.idle.pop(name).release_blocks()
+    cache.evict(10_000)
+    assert cache.pool.used_count == 0
