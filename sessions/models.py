@@ -8,6 +8,11 @@ from typing import Any
 PARTIAL = "partial"
 COMPLETE = "complete"
 FAILED = "failed"
+STATUSES = (PARTIAL, COMPLETE, FAILED)
+INTERRUPTED = "interrupted"
+"""The finish reason of a reply whose process ended before the reply did."""
+ROLES = ("system", "user", "assistant", "tool")
+DEFAULT_TITLE = "New chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +20,8 @@ class Message:
     """A node of the tree. Siblings share `parent_id`: an edit or a regenerated reply is a sibling, nothing is lost.
 
     `token_ids` are the reply's ids as the model produced them (None for user messages and imported text).
-    `status` is PARTIAL while a reply streams (and after a crash), then COMPLETE or FAILED (`error` says why).
+    `status` is PARTIAL while a reply streams, then COMPLETE or FAILED (`error` says why). What a crash left PARTIAL is
+    COMPLETE with finish reason INTERRUPTED once the store is opened again.
     """
 
     id: str
@@ -37,6 +43,8 @@ class Session:
     """A conversation. `head_id` is the last message of the current branch, None when empty.
 
     `first_kept_id` is the oldest message still in the prompt once whole turns had to leave a full context.
+    `prompt_date` is the local date and time (ISO 8601 with offset) that a chat template may show. It never changes and
+    forks inherit it, so that the head of the prompt stays equal from turn to turn, day to day and fork to fork.
     """
 
     id: str
@@ -47,6 +55,18 @@ class Session:
     first_kept_id: str | None
     created_at: str
     updated_at: str
+    prompt_date: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """A line of the session list. `message_count` counts all branches; `snippet` is the text around a search hit."""
+
+    id: str
+    title: str
+    updated_at: str
+    message_count: int
+    snippet: str
 
 
 @dataclass(frozen=True, slots=True)
