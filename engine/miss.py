@@ -24,7 +24,7 @@ def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatToken
     if evicted_from > position:
         return _miss(position, "evicted", cached, wanted, evicted_from)
     if not cached and request.stored_cache_pos:
-        return _miss(0, "restart", cached, wanted, request.stored_cache_pos)
+        return _miss(0, "model" if request.cause == "model" else "restart", cached, wanted, request.stored_cache_pos)
     return None
 
 

@@ -19,7 +19,7 @@ from engine.prompt import FittedPrompt, effective_max_tokens, fit_prompt
 from engine.protocol import ChatMessage, GenerateRequest
 from engine.sampling.params import SamplingParams
 from sessions.errors import NotStored
-from sessions.models import PARTIAL, Message, Session
+from sessions.models import PARTIAL, Message, Session, TurnRecord
 from sessions.store import SessionStore
 from ui.api.params import parse_params
 from ui.recorder import record
@@ -251,16 +251,14 @@ class ChatService:
             session.id, user.id, "assistant", "", status=PARTIAL, model=self._model_name()
         )
         self._remember_first_kept(session, plan)
-        cause = cause or self._causes.get(session.id) or ("context_full" if plan.fitted.dropped else None)
-        self._causes.pop(session.id, None)
         prompt_ids = plan.fitted.prompt.token_ids
-        turns = self.store.turns(session.id)
+        last_turn = next(reversed(self.store.turns(session.id)), None)
         request = GenerateRequest(
             prompt_ids=prompt_ids,
             params=plan.params,
             session_id=session.id,
-            cause=cause,
-            stored_cache_pos=turns[-1].stats["cache_pos"] if turns else 0,
+            cause=self._cause(session.id, cause, last_turn, plan),
+            stored_cache_pos=last_turn.stats["cache_pos"] if last_turn else 0,
         )
         limit = effective_max_tokens(len(prompt_ids), self._context_limit(), plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
@@ -269,6 +267,13 @@ class ChatService:
             self._turns[session.id] = turn
         record(self.store, turn, stream, self._model_name(), lambda: self._turn_over(session.id))
         return turn
+
+    def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: _Plan) -> str | None:
+        """The caller's word for what became of the history since the last turn, should the cache miss."""
+        earlier_act = self._causes.pop(session_id, None)
+        if last_turn is not None and last_turn.model != self._model_name():
+            return "model"
+        return act or earlier_act or ("context_full" if plan.fitted.dropped else None)
 
     def _turn_over(self, session_id: str) -> None:
         with self._lock:
@@ -284,13 +289,16 @@ class ChatService:
     ) -> _Plan:
         """Render the branch (and text not stored yet) into a prompt that fits the context."""
         params = params or parse_params(session.params)
+        model = self._model_name()
         messages: list[ChatMessage] = []
         message_ids: list[str | None] = []
         if session.system_prompt:
             messages.append(ChatMessage("system", session.system_prompt))
             message_ids.append(None)
         for message in path:
-            messages.append(ChatMessage(message.role, message.content, message.token_ids))
+            # Ids of another model mean other text: they are only spliced where they were made.
+            token_ids = message.token_ids if message.model == model else None
+            messages.append(ChatMessage(message.role, message.content, token_ids))
             message_ids.append(message.id)
         messages += unsent
         if content is not None:
