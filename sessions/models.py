@@ -83,7 +83,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The current path from the first message to the head; `siblings[id]` lists all versions of that message in order."""
+    """The path from the first message to the head. `siblings[id]` are all versions of that message, oldest first."""
 
     messages: tuple[Message, ...]
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
