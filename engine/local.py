@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from engine import ledger, probes
 from engine.config import EngineConfig
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest
-from engine import ledger, probes
 from engine.loader import EngineParts, load_parts
 from engine.protocol import GenerateRequest, ProbeQuery
 from engine.step_loop import StepLoop
@@ -136,7 +136,9 @@ class LocalEngine:
             command()
 
     def _stop(self, sentence: str) -> None:
-        """No request may wait for ever: every open stream and every command still queued learns that this is the end."""
+        """No request may wait for ever: every open stream and queued command learns that this is the end.
+
+        Turns end as cancelled when the engine was closed on purpose, else with an error."""
         self._state = "stopped"
         cancelled = self._closing
         self._steps().end_all(None if cancelled else EngineStopped(sentence))
@@ -167,7 +169,9 @@ class LocalEngine:
 
     def _need_parts(self) -> EngineParts:
         if self._parts is None or self._state == "loading":
-            raise EngineStopped("The model is still loading." if self._state == "loading" else "The engine has stopped.")
+            raise EngineStopped(
+                "The model is still loading." if self._state == "loading" else "The engine has stopped."
+            )
         if self._state == "stopped":
             raise EngineStopped("The engine has stopped; restart KVScope.")
         return self._parts
@@ -196,4 +200,3 @@ class LocalEngine:
     def _unclaim(self, session_id: str | None) -> None:
         with self._busy_lock:
             self._busy.discard(session_id or "")
-

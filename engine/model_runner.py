@@ -16,7 +16,7 @@ from engine.scheduler import ScheduledBatch
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` float32 [N, vocab], one row per item that wants them, in order; `finite[i]` for every item of the batch."""
+    """`logits` float32 [N, vocab], one row per item that wants them, in order; `finite`: one flag per item."""
 
     logits: Tensor
     finite: tuple[bool, ...]

@@ -1,4 +1,4 @@
-"""Looks into one session's cache, for the panel and the inspection routes. Runs on the engine thread, changes nothing."""
+"""Looks into one session's cache, for panel and inspection routes. Runs on the engine thread, changes nothing."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
         ),
         "no_block_twice": len(set(table)) == len(table),
         "every_block_owned": all(pool.ref_count(block_id) > 0 for block_id in table),
-        "last_block_not_shared": not sequence.cache_pos % size or pool.ref_count(table[sequence.cache_pos // size]) == 1,
+        "last_block_not_shared": not sequence.cache_pos % size
+        or pool.ref_count(table[sequence.cache_pos // size]) == 1,
         "last_token_run_or_pending": not idle or sequence.remaining <= 1,
     }
 
 
 def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
-    """Cached K or V of one layer and KV head, dequantised as the kernel reads them; positions past the end are left out."""
+    """Cached K or V of one layer and KV head, dequantised as the kernel reads them; no rows past `cache_pos`."""
     spec = parts.cache.spec
     _check_query(query, spec.num_layers, spec.num_kv_heads)
     sequence = loop.scheduler.find(session_id)

@@ -1,4 +1,4 @@
-"""The border of the engine: what goes in, what comes out. No torch here; the page, the HTTP routes and tests use this."""
+"""The border of the engine: what goes in, what comes out. No torch here; page, HTTP routes and tests use this."""
 
 from __future__ import annotations
 

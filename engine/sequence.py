@@ -73,7 +73,7 @@ class Sequence:
         self.cache_pos = count
 
     def adopt_prefix(self) -> None:
-        """Use blocks of the tree where they hold more of `token_ids` than this sequence's own; one token stays to run."""
+        """Take blocks of the tree where they hold more of `token_ids` than its own; one token stays to be run."""
         path = self._cache.match(self.token_ids[:-1])
         self._cache.touch(path)
         size = self._cache.block_size
@@ -88,7 +88,7 @@ class Sequence:
         self.cache_pos = len(path) * size
 
     def reserve(self, token_count: int) -> None:
-        """Make sure that blocks exist for the first `token_count` positions. Raises `OutOfBlocks`; keeps what it got."""
+        """Have blocks for the first `token_count` positions. Raises `OutOfBlocks`; keeps what it got."""
         while len(self.block_table) * self._cache.block_size < token_count:
             self.block_table.append(self._cache.allocate())
             self.block_turns.append(self.turn_id)

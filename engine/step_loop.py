@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from engine.detokenizer import Detokenizer
-from engine.errors import EngineStopped, InvalidRequest, KVScopeError, NonFiniteValues
+from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache

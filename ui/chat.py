@@ -78,9 +78,7 @@ class ChatService:
             self._name_after(session, content)
             return self._answer(session, user, plan, None)
 
-    def edit(
-        self, session_id: str, message_id: str, content: str, params: SamplingParams | None = None
-    ) -> Turn:
+    def edit(self, session_id: str, message_id: str, content: str, params: SamplingParams | None = None) -> Turn:
         """Answer another version of a user message; the old one and what followed it stay as a sibling branch."""
         _check_content(content)
         with self._claim(session_id) as session:
@@ -91,9 +89,7 @@ class ChatService:
             user = self.store.add_message(session_id, old.parent_id, "user", content)
             return self._answer(session, user, plan, "edit")
 
-    def regenerate(
-        self, session_id: str, message_id: str | None = None, params: SamplingParams | None = None
-    ) -> Turn:
+    def regenerate(self, session_id: str, message_id: str | None = None, params: SamplingParams | None = None) -> Turn:
         """Another reply to the same user message, as a sibling of the old one. Default: the last reply."""
         with self._claim(session_id) as session:
             user = self._user_message_of(session_id, message_id or session.head_id)
@@ -247,9 +243,7 @@ class ChatService:
                 self._claimed.discard(session_id)
 
     def _answer(self, session: Session, user: Message, plan: _Plan, cause: str | None) -> Turn:
-        reply = self.store.add_message(
-            session.id, user.id, "assistant", "", status=PARTIAL, model=self._model_name()
-        )
+        reply = self.store.add_message(session.id, user.id, "assistant", "", status=PARTIAL, model=self._model_name())
         self._remember_first_kept(session, plan)
         prompt_ids = plan.fitted.prompt.token_ids
         last_turn = next(reversed(self.store.turns(session.id)), None)

@@ -1,4 +1,4 @@
-"""Writes a reply to the store while it streams, on a thread of its own, so that neither engine nor page waits for it."""
+"""Writes a reply to the store while it streams, on a thread of its own, so that neither engine nor page waits."""
 
 from __future__ import annotations
 

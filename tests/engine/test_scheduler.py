@@ -1,4 +1,4 @@
-"""The scheduler with no model behind it: random turns on a tiny pool must all end, and every block stays accounted for."""
+"""The scheduler with no model behind it: random turns on a tiny pool all end, and every block is accounted for."""
 
 import random
 
@@ -93,58 +93,72 @@ def test_without_room_the_newest_running_sequence_starts_over_and_still_ends():
     check_integrity(cache, scheduler.sequences())
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_random_traffic_always_ends_and_leaks_nothing(seed):
-    """Sends, edits, forks, cancels and deletes of several sessions on a pool that holds little more than one of them."""
-    rng = random.Random(seed)
-    cache, scheduler = make(blocks=rng.randint(13, 40), max_batch_tokens=rng.choice([3, 8, 64]), mixed_batch_tokens=4)
-    limit = 11 * SIZE
-    goal: dict[Sequence, int] = {}
+class Traffic:
+    """Sends, edits, forks, cancels and deletes of several sessions on a pool that holds little more than one."""
 
-    def start(session_id: str | None) -> None:
-        sequence = (scheduler.find(session_id) if session_id else None) or Sequence(cache, session_id)
-        if sequence in goal:
+    LIMIT = 11 * SIZE
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.cache, self.scheduler = make(
+            blocks=self.rng.randint(13, 40), max_batch_tokens=self.rng.choice([3, 8, 64]), mixed_batch_tokens=4
+        )
+        self.goal: dict[Sequence, int] = {}
+
+    def send(self) -> None:
+        session_id = self.rng.choice(["a", "b", "c", None])
+        sequence = (self.scheduler.find(session_id) if session_id else None) or Sequence(self.cache, session_id)
+        if sequence in self.goal:
             return
-        history = sequence.token_ids[: rng.randint(0, len(sequence.token_ids))]
-        prompt = (history + [rng.randint(0, 2) for _ in range(rng.randint(1, 12))])[: limit - 8]
+        history = sequence.token_ids[: self.rng.randint(0, len(sequence.token_ids))]
+        new = [self.rng.randint(0, 2) for _ in range(self.rng.randint(1, 12))]
+        prompt = (history + new)[: self.LIMIT - 8]
         shared = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt)
         sequence.truncate(min(shared, len(prompt) - 1))
         sequence.set_tokens(prompt)
-        scheduler.add(sequence)
-        goal[sequence] = len(prompt) + rng.randint(1, 8)
+        self.scheduler.add(sequence)
+        self.goal[sequence] = len(prompt) + self.rng.randint(1, 8)
 
+    def cancel(self) -> None:
+        if self.goal:
+            self.end(self.rng.choice(list(self.goal)))
+
+    def fork(self) -> None:
+        if self.scheduler.idle:
+            source = self.rng.choice(list(self.scheduler.idle.values()))
+            self.scheduler.finish(source.fork(f"fork{self.rng.random()}", self.rng.randint(0, source.cache_pos)))
+
+    def delete(self) -> None:
+        if self.scheduler.idle:
+            name = self.rng.choice(list(self.scheduler.idle))
+            self.scheduler.idle.pop(name).release_blocks()
+            self.cache.forget(name)
+
+    def step(self) -> None:
+        if not self.scheduler.has_work:
+            return
+        before = {seq: seq.cache_pos for seq in self.scheduler.running}
+        for sequence, _ in run_step(self.scheduler, lambda _: self.rng.randint(0, 2)):
+            assert sequence.status is Status.RUNNING and sequence.cache_pos > before.get(sequence, 0)
+            if len(sequence.token_ids) >= self.goal[sequence]:
+                self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        del self.goal[sequence]
+        self.scheduler.finish(sequence)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_traffic_always_ends_and_leaks_nothing(seed):
+    traffic = Traffic(seed)
+    acts = [traffic.send, traffic.cancel, traffic.fork, traffic.delete, traffic.step]
     for _ in range(120):
-        act = rng.random()
-        if act < 0.25:
-            start(rng.choice(["a", "b", "c", None]))
-        elif act < 0.3 and goal:
-            sequence = rng.choice(list(goal))
-            del goal[sequence]
-            scheduler.finish(sequence)
-        elif act < 0.35 and scheduler.idle:
-            twin_name = f"fork{rng.random()}"
-            source = rng.choice(list(scheduler.idle.values()))
-            scheduler.finish(source.fork(twin_name, rng.randint(0, source.cache_pos)))
-        elif act < 0.4 and scheduler.idle:
-            name = rng.choice(list(scheduler.idle))
-            scheduler.idle.pop(name).release_blocks()
-            cache.forget(name)
-        elif scheduler.has_work:
-            before = {seq: seq.cache_pos for seq in scheduler.running}
-            for sequence, _ in run_step(scheduler, lambda _: rng.randint(0, 2)):
-                assert sequence.status is Status.RUNNING and sequence.cache_pos > before.get(sequence, 0)
-                if len(sequence.token_ids) >= goal[sequence]:
-                    del goal[sequence]
-                    scheduler.finish(sequence)
-        check_integrity(cache, scheduler.sequences())
+        traffic.rng.choices(acts, weights=[25, 5, 5, 5, 60])[0]()
+        check_integrity(traffic.cache, traffic.scheduler.sequences())
     for _ in range(500):
-        if not scheduler.has_work:
-            break
-        for sequence, _ in run_step(scheduler):
-            if len(sequence.token_ids) >= goal[sequence]:
-                scheduler.finish(sequence)
-    assert not scheduler.has_work
-    for name in list(scheduler.idle):
-        scheduler.idle.pop(name).release_blocks()
-    cache.evict(10_000)
-    assert cache.pool.used_count == 0
+        traffic.step()
+    assert not traffic.scheduler.has_work
+    while traffic.scheduler.idle:
+        traffic.delete()
+    traffic.cache.evict(10_000)
+    assert traffic.cache.pool.used_count == 0
