@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from engine.errors import Conflict, InvalidRequest, NotFound
 from engine.local import LocalEngine
@@ -19,7 +20,7 @@ from engine.prompt import FittedPrompt, effective_max_tokens, fit_prompt
 from engine.protocol import ChatMessage, GenerateRequest
 from engine.sampling.params import SamplingParams
 from sessions.errors import NotStored
-from sessions.models import PARTIAL, Message, Session, TurnRecord
+from sessions.models import DEFAULT_TITLE, PARTIAL, Message, Session, TurnRecord
 from sessions.store import SessionStore
 from ui.api.params import parse_params
 from ui.recorder import record
@@ -178,24 +179,18 @@ class ChatService:
                 self.engine.fork(session_id, twin.id)
             return twin
 
-    def update_session(
-        self,
-        session_id: str,
-        *,
-        title: str | None = None,
-        system_prompt: str | None = None,
-        params: dict[str, object] | None = None,
-    ) -> Session:
-        """Rename, or change system prompt or sampling settings (checked first)."""
+    def update_session(self, session_id: str, changes: Mapping[str, Any]) -> Session:
+        """Change any of `title`, `system_prompt` and `params` (sampling settings, checked first)."""
         session = self._session(session_id)
-        if params is not None:
-            parse_params(params)
-        if system_prompt is not None:
-            _check_length(system_prompt)
-            if system_prompt != session.system_prompt:
-                self._causes[session_id] = "system_prompt"
-        self.store.update(session_id, title=title, system_prompt=system_prompt, params=params)
-        return self._session(session_id)
+        unknown = set(changes) - {"title", "system_prompt", "params"}
+        if unknown:
+            raise InvalidRequest(f"A session has no setting named {sorted(unknown)[0]!r}.")
+        if "params" in changes:
+            parse_params(changes["params"])
+        if changes.get("system_prompt", session.system_prompt) != session.system_prompt:
+            _check_length(changes["system_prompt"])
+            self._causes[session_id] = "system_prompt"
+        return self.store.update(session_id, **changes)
 
     def delete_session(self, session_id: str) -> None:
         """Stop its turn, delete it, and free its cache."""
@@ -313,7 +308,7 @@ class ChatService:
 
     def _name_after(self, session: Session, content: str) -> None:
         """An unnamed session takes the beginning of its first message as its title."""
-        if session.head_id is None and not session.title:
+        if session.head_id is None and session.title == DEFAULT_TITLE:
             title = " ".join(content.split())[:60]
             self.store.update(session.id, title=title)
 
