@@ -18,6 +18,8 @@ MAX_LABEL = 10_000
 """Characters of an error, a model's name or a finish reason."""
 MAX_JSON = 1_000_000
 """Characters of settings or numbers as JSON."""
+MAX_DEPTH = 32
+"""Levels of nesting in settings or numbers: what is stored must be readable from any depth of calls."""
 MAX_TOKENS = 4_000_000
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -78,9 +80,11 @@ def check_json(name: str, value: object) -> str:
     """A dictionary as JSON text. Keys become text, tuples become lists; NaN and infinity are refused."""
     if not isinstance(value, Mapping):
         raise InvalidData(f"{name} must be an object.")
+    if _deeper_than(value, MAX_DEPTH):
+        raise InvalidData(f"{name} is nested more than {MAX_DEPTH} levels deep.")
     try:
         text = json.dumps(dict(value), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise InvalidData(f"{name} holds a value that JSON can't express.") from error
     if len(text) > MAX_JSON:
         raise InvalidData(f"{name} is too large: {len(text)} characters as JSON, at most {MAX_JSON} can be stored.")
@@ -91,3 +95,11 @@ def parse_json(text: str) -> dict[str, Any]:
     """The dictionary that `check_json` wrote."""
     value: dict[str, Any] = json.loads(text)
     return value
+
+
+def _deeper_than(value: object, levels: int) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return levels == 0 or any(_deeper_than(item, levels - 1) for item in value)
