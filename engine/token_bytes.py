@@ -1,0 +1,104 @@
+"""What each token id stands for, as bytes: a text is its tokens' bytes joined, whatever their neighbours are."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+
+
+class TokenBytes:
+    """Bytes per token id, for byte-level and SentencePiece-like vocabularies; found on first use, then kept.
+
+    `strips_first_space`: the tokenizer puts a space before a text and takes it off again when it decodes a whole text.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        steps = _steps(backend.decoder)
+        kinds = [step["type"] for step in steps]
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._space_mark = "Metaspace" in kinds or any(
+            step["type"] == "Replace" and step["pattern"].get("String") == _SPACE_MARK for step in steps
+        )
+        self.strips_first_space = any(
+            (step["type"] == "Strip" and step["start"] > 0)
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
+        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._bytes: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of one token; empty for ids outside the vocabulary (models may have more rows than tokens)."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._convert(token_id)
+        return found
+
+    def _convert(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:
+                return token.encode()
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if self._space_mark:
+            return token.replace(_SPACE_MARK, " ").encode()
+        if self._backend.decoder is None:
+            return token.encode()
+        return str(self._backend.decoder.decode([token])).encode()
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies spell printable bytes as themselves and the others as characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def decode_complete(data: bytes) -> str:
+    """UTF-8 text; a last character of which bytes are missing is left out, other faults show as U+FFFD."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            data = data[: error.start]
+        text = data.decode("utf-8", "replace")
+        if error.reason == "unexpected end of data":
+            return text
+        end = _incomplete_tail(data)
+        return data[: len(data) - end].decode("utf-8", "replace") if end else text
+
+
+def _incomplete_tail(data: bytes) -> int:
+    """Number of bytes at the end that begin a character."""
+    for count in range(1, min(3, len(data)) + 1):
+        try:
+            data[-count:].decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and error.start == 0:
+                return count
+    return 0
