@@ -66,7 +66,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     """Load what the configuration names. Raises `ModelFileError` and `ConfigError`, each one sentence."""
     device = pick_device(config.device)
     source = resolve(config.model, config.data_dir)
-    tokenizer = ChatTokenizer.from_source(source, cache_dir=config.data_dir / "cache")
+    tokenizer = ChatTokenizer.from_source(source)
     model = load_model(source.path, device, config.dtype, cache_dir=config.data_dir / "cache")
     return assemble(config, model, tokenizer, source.name)
 

@@ -1,0 +1,188 @@
+"""Draws the next token of each request. A request's whole random state is its seed and its number of tokens so far."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidRequest
+from engine.sampling import processors
+from engine.sampling.params import SamplingParams
+
+LogitsHook = Callable[[Tensor, Sequence[int]], Tensor]
+"""Gets one row of logits float32 [V] and the reply's ids so far; returns the row to go on with."""
+
+
+def fresh_seed() -> int:
+    """A seed for a request that brings none, short enough to read out."""
+    return secrets.randbelow(2**31)
+
+
+def uniform(seed: int, count: int) -> float:
+    """The random number in [0, 1) of a reply's token `count`: counter-based, so it depends on nothing else."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=count)).random())
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprob:
+    """Natural log probabilities under the model itself, before penalties, bias, temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One entry per request, in order; `logprobs[i]` is None unless the request asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[SampledLogprob | None]
+
+
+class SamplingState:
+    """What the sampler keeps of one request: settings, seed, the tokens so far."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        hooks: Iterable[LogitsHook] = (),
+    ) -> None:
+        """Raises `InvalidRequest` if `logit_bias` names a token that the model does not have."""
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"logit_bias names token {token_id}; the model has tokens 0 to {vocab_size - 1}.")
+        self.params = params
+        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.hooks = tuple(hooks)
+        self.reply_ids: list[int] = []
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[[token_id for token_id in set(prompt_ids) if token_id < vocab_size]] = True
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(vocab_size, dtype=torch.int32)
+
+    @property
+    def generated_count(self) -> int:
+        return len(self.reply_ids)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token is simply the largest logit."""
+        return (
+            self.params.temperature == 0
+            and self._seen is None
+            and self._counts is None
+            and not self.params.logit_bias
+            and not self.hooks
+        )
+
+    def accept(self, token_id: int) -> None:
+        """Count a token into the reply."""
+        self.reply_ids.append(token_id)
+        if self._seen is not None:
+            self._seen[token_id] = True
+        if self._counts is not None:
+            self._counts[token_id] += 1
+
+    def adjust(self, row: Tensor) -> Tensor:
+        """Penalties, bias and hooks on one row float32 [V]; the row itself is left alone."""
+        params = self.params
+        if self._seen is not None:
+            self._seen = self._seen.to(row.device)
+            row = processors.apply_repetition_penalty(row, self._seen, params.repetition_penalty)
+        if self._counts is not None:
+            self._counts = self._counts.to(row.device)
+            row = processors.apply_count_penalties(row, self._counts, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            row = processors.apply_logit_bias(row, params.logit_bias)
+        for hook in self.hooks:
+            row = hook(row, tuple(self.reply_ids))
+        return row
+
+
+class Sampler:
+    """Stateless: everything that lasts is in the requests' `SamplingState`."""
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: Tensor, requests: Sequence[SamplingState], forced: Sequence[int | None] | None = None
+    ) -> SampledTokens:
+        """One token per request from logits float32 [N, V], counted into its state.
+
+        `forced[i]`, where given, is taken in place of a draw. A row's token does not depend on the other rows. Logits
+        must be finite.
+        """
+        greedy = _lowest_argmax(logits) if any(state.is_plain_greedy for state in requests) else []
+        token_ids: list[int] = []
+        logprobs: list[SampledLogprob | None] = []
+        for index, state in enumerate(requests):
+            token_id = forced[index] if forced is not None else None
+            if token_id is None:
+                token_id = greedy[index] if state.is_plain_greedy else _draw(logits[index], state)
+            token_ids.append(token_id)
+            logprobs.append(_logprob(logits[index], token_id, state.params.top_logprobs))
+            state.accept(token_id)
+        return SampledTokens(token_ids, logprobs)
+
+
+def filtered(row: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature and filters on one row float32 [V]; `params.temperature` > 0."""
+    row = processors.apply_temperature(row, params.temperature)
+    if params.top_k:
+        row = processors.apply_top_k(row, params.top_k)
+    row = processors.apply_top_p(row, params.top_p)
+    return processors.apply_min_p(row, params.min_p)
+
+
+def _draw(row: Tensor, state: SamplingState) -> int:
+    adjusted = _drawable(state.adjust(row), row)
+    if state.params.temperature == 0:
+        return _lowest_argmax(adjusted[None])[0]
+    kept = filtered(adjusted, state.params)
+    candidates = torch.nonzero(kept > -torch.inf).squeeze(-1)
+    weights = np.exp(kept[candidates].double().cpu().numpy())
+    # In the order of ids: the draw is the same whatever order a sort would give to equal logits.
+    cumulative = np.cumsum(weights)
+    wanted = uniform(state.seed, state.generated_count) * cumulative[-1]
+    index = int(np.searchsorted(cumulative, wanted, side="right"))
+    last = int(np.flatnonzero(weights)[-1])
+    return int(candidates[min(index, last)])
+
+
+def _drawable(adjusted: Tensor, row: Tensor) -> Tensor:
+    """Hooks may ban everything (then the model's own logits count) or set +inf (then only those tokens count)."""
+    top = float(adjusted.max())
+    if top == -torch.inf or top != top:
+        return row
+    if top == torch.inf:
+        return torch.where(adjusted == torch.inf, 0.0, -torch.inf)
+    return adjusted
+
+
+def _lowest_argmax(logits: Tensor) -> list[int]:
+    """Per row of [N, V] the id of the largest logit, the lowest id on ties."""
+    if logits.device.type == "cpu":
+        return [int(index) for index in logits.numpy().argmax(axis=-1)]
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    best = logits.amax(dim=-1, keepdim=True)
+    tied = torch.where(logits == best, ids, logits.shape[-1])
+    return [int(index) for index in tied.amin(dim=-1).tolist()]
+
+
+def _logprob(row: Tensor, token_id: int, top: int | None) -> SampledLogprob | None:
+    if top is None:
+        return None
+    logprobs = torch.log_softmax(row.double(), dim=-1)
+    best = torch.topk(logprobs, min(top, row.shape[-1]))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return SampledLogprob(token_id, float(logprobs[token_id]), tuple(pairs))
