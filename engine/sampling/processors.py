@@ -56,15 +56,16 @@ def apply_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Keep the fewest most likely tokens whose probabilities reach `top_p`; always at least one."""
     if top_p >= 1.0:
         return logits
-    log_total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
+    top = logits.amax(dim=-1, keepdim=True)
+    total = torch.exp(logits - top).sum(dim=-1, keepdim=True, dtype=torch.float64)
     size = logits.shape[-1]
     for k in (*(step for step in _NUCLEUS_STEPS if step < size), size):
         largest = torch.topk(logits, k, dim=-1).values
-        before = torch.exp(largest.double() - log_total).cumsum(dim=-1)
-        if k == size or bool((before[..., -1] >= top_p).all()):
+        reached = torch.exp((largest - top).double()).cumsum(dim=-1) / total
+        if k == size or bool((reached[..., -1] >= top_p).all()):
             break
     # A token is kept while the ones before it have not reached top_p; the first has none before it.
-    kept = (before[..., :-1] < top_p).sum(dim=-1, keepdim=True)
+    kept = (reached[..., :-1] < top_p).sum(dim=-1, keepdim=True)
     return logits.masked_fill(logits < largest.gather(-1, kept), -torch.inf)
 
 

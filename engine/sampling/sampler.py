@@ -135,28 +135,37 @@ class Sampler:
         return SampledTokens(token_ids, logprobs)
 
 
-def filtered(row: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature and filters on one row float32 [V]; `params.temperature` > 0."""
+def candidates(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Temperature and filters on one row float32 [V]: `(ids int64 [C] ascending, logits [C])` of what can be drawn.
+
+    Top-k comes first, on the whole row; it commutes with the temperature, and what follows is small then.
+    """
+    ids: Tensor | None = None
+    if 0 < params.top_k < row.shape[-1]:
+        ids, row = _finite_part(processors.apply_top_k(row, params.top_k))
     row = processors.apply_temperature(row, params.temperature)
-    if params.top_k:
-        row = processors.apply_top_k(row, params.top_k)
-    row = processors.apply_top_p(row, params.top_p)
-    return processors.apply_min_p(row, params.min_p)
+    row = processors.apply_min_p(processors.apply_top_p(row, params.top_p), params.min_p)
+    kept, logits = _finite_part(row)
+    return (kept if ids is None else ids[kept]), logits
+
+
+def _finite_part(row: Tensor) -> tuple[Tensor, Tensor]:
+    ids = torch.nonzero(row > -torch.inf).squeeze(-1)
+    return ids, row[ids]
 
 
 def _draw(row: Tensor, state: SamplingState) -> int:
     adjusted = _drawable(state.adjust(row), row)
     if state.params.temperature == 0:
         return _lowest_argmax(adjusted[None])[0]
-    kept = filtered(adjusted, state.params)
-    candidates = torch.nonzero(kept > -torch.inf).squeeze(-1)
-    weights = np.exp(kept[candidates].double().cpu().numpy())
+    ids, logits = candidates(adjusted, state.params)
+    weights = torch.exp(logits.double()).cpu().numpy()
     # In the order of ids: the draw is the same whatever order a sort would give to equal logits.
     cumulative = np.cumsum(weights)
     wanted = uniform(state.seed, state.generated_count) * cumulative[-1]
     index = int(np.searchsorted(cumulative, wanted, side="right"))
     last = int(np.flatnonzero(weights)[-1])
-    return int(candidates[min(index, last)])
+    return int(ids[min(index, last)])
 
 
 def _drawable(adjusted: Tensor, row: Tensor) -> Tensor:
