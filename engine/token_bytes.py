@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import Any
@@ -42,6 +43,12 @@ class TokenBytes:
             found = self._bytes[token_id] = self._convert(token_id)
         return found
 
+    def id_of_byte(self, byte: int) -> int | None:
+        """The token that stands for this byte alone, if the vocabulary has one."""
+        name = _CHAR_OF_BYTE[byte] if self._byte_level else f"<0x{byte:02X}>"
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
+
     def _convert(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
@@ -77,28 +84,14 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
 def decode_complete(data: bytes) -> str:
-    """UTF-8 text; a last character of which bytes are missing is left out, other faults show as U+FFFD."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        if error.reason == "unexpected end of data":
-            data = data[: error.start]
-        text = data.decode("utf-8", "replace")
-        if error.reason == "unexpected end of data":
-            return text
-        end = _incomplete_tail(data)
-        return data[: len(data) - end].decode("utf-8", "replace") if end else text
+    """UTF-8 text; a last character of which bytes are missing is left out, bytes that are no text show as U+FFFD."""
+    return utf8_decoder().decode(data)
 
 
-def _incomplete_tail(data: bytes) -> int:
-    """Number of bytes at the end that begin a character."""
-    for count in range(1, min(3, len(data)) + 1):
-        try:
-            data[-count:].decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data" and error.start == 0:
-                return count
-    return 0
+def utf8_decoder() -> codecs.IncrementalDecoder:
+    """Takes bytes in pieces of any size; keeps back those of a character that is not complete yet."""
+    return codecs.getincrementaldecoder("utf-8")("replace")

@@ -118,8 +118,11 @@ class ChatTokenizer:
         return list(self._vocabulary.encode_literal(text, at_start=True)[0])
 
     def encode_following(self, text: str) -> list[int]:
-        """Ids of ordinary text behind other tokens: no space is put before it, no name is a control token."""
-        return list(self._vocabulary.encode_literal(text, at_start=False)[0])
+        """Ids of ordinary text behind other tokens: no space is put before it, no name is a control token.
+
+        They decode to exactly this text, or are empty if the vocabulary can't spell it.
+        """
+        return self._vocabulary.encode_exact(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         shown = self._vocabulary.shown_bytes
@@ -221,17 +224,17 @@ class ChatTokenizer:
         wanted = text[region.start : region.end].encode()
         start = shown.rfind(wanted) if wanted else -1
         if start < 0:
-            return self.encode_following(wanted.decode()), 0
+            return self._encode_part(wanted), 0
         first = bisect_right(ends, start - 1) + 1 if start else 0
         last = bisect_right(ends, start + len(wanted))
         if first >= last:
-            return self.encode_following(wanted.decode()), 0
+            return self._encode_part(wanted), 0
         head_end = ends[first - 1] - start if first else 0
-        try:
-            head, tail = wanted[:head_end].decode(), wanted[ends[last - 1] - start :].decode()
-        except UnicodeDecodeError:
-            return self.encode_following(wanted.decode()), 0
-        return [*self.encode_following(head), *reply[first:last], *self.encode_following(tail)], 0
+        head, tail = wanted[:head_end], wanted[ends[last - 1] - start :]
+        return [*self._encode_part(head), *reply[first:last], *self._encode_part(tail)], 0
+
+    def _encode_part(self, part: bytes) -> list[int]:
+        return list(self._vocabulary.encode_literal(part.decode("utf-8", "replace"), at_start=False)[0])
 
     def _append(
         self, ids: list[int], spans: list[Span], chat: RenderedChat, start: int, end: int, regions: Sequence[Region]

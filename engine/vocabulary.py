@@ -66,6 +66,20 @@ class Vocabulary:
             return ids + more_ids, ends + tuple(end + cut for end in more_ends)
         return ids, ends
 
+    def encode_exact(self, text: str) -> list[int]:
+        """Ordinary ids whose bytes are exactly the text's, for text behind other tokens.
+
+        Where a normaliser would alter the text, it is spelled in smaller pieces, down to single bytes. Empty if the
+        vocabulary can't spell it.
+        """
+        wanted = text.encode()
+        for pieces in ([text], list(text)):
+            ids = [token_id for piece in pieces for token_id in self.encode_literal(piece, at_start=False)[0]]
+            if b"".join(map(self.shown_bytes, ids)) == wanted:
+                return ids
+        spelled = [self._bytes.id_of_byte(byte) for byte in wanted]
+        return [token_id for token_id in spelled if token_id is not None] if None not in spelled else []
+
     def _encode_segment(self, text: str, literals: tuple[tuple[int, int], ...], at_start: bool) -> Encoded:
         """Part of a rendered chat; in the ranges `literals` control tokens' names are plain text."""
         if not literals:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BAN_BIAS, FORCE_BIAS = -100.0, 100.0
+_LOWEST_TEMPERATURE = 1e-30  # below it float32 would divide by zero
 _NUCLEUS_STEPS = (64, 1024, 8192)
 
 
@@ -41,7 +42,7 @@ def apply_logit_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide by `temperature` > 0. The row's maximum becomes 0 first, so that no quotient overflows."""
-    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    return (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, _LOWEST_TEMPERATURE)
 
 
 def apply_top_k(logits: Tensor, k: int) -> Tensor:
