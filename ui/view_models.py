@@ -1,0 +1,166 @@
+"""What the page shows, as plain JSON values computed from stored and measured data. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engine.sampling.params import SamplingParams
+from sessions.models import PARTIAL, Branch, Message, Session, SessionSummary
+from ui.reply_html import reply_html
+
+SHOWN_STATS = ("generated_tokens", "decode_tokens_per_s", "ttft_ms", "reused_tokens", "computed_tokens")
+SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "seed",
+    "stop",
+)
+"""Sampling settings that the page offers, in the order of its controls."""
+VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def signature(value: object) -> str:
+    """A short name for a JSON value: equal values, equal names."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def message_entries(
+    branch: Branch, stats: Mapping[str, Mapping[str, Any]], live_id: str | None
+) -> list[dict[str, Any]]:
+    """One entry per message of the branch; the reply that is being written (`live_id`) has no text here."""
+    return [_entry(message, branch.siblings, stats.get(message.id), live_id) for message in branch.messages]
+
+
+def _entry(
+    message: Message,
+    siblings: Mapping[str, tuple[str, ...]],
+    stats: Mapping[str, Any] | None,
+    live_id: str | None,
+) -> dict[str, Any]:
+    versions = siblings.get(message.id, (message.id,))
+    place = versions.index(message.id)
+    entry: dict[str, Any] = {"id": message.id, "role": message.role, "version": place + 1, "versions": len(versions)}
+    if place > 0:
+        entry["previous"] = versions[place - 1]
+    if place + 1 < len(versions):
+        entry["next"] = versions[place + 1]
+    if message.id == live_id:
+        return entry | {"live": True}
+    if message.role == "assistant":
+        entry["html"] = reply_html(message.content)
+    else:
+        entry["text"] = message.content
+    if message.status == PARTIAL:
+        entry["partial"] = True
+    if message.error:
+        entry["error"] = message.error
+    if message.finish_reason not in (None, "stop"):
+        entry["finish"] = message.finish_reason
+    if stats:
+        entry["stats"] = {name: stats.get(name) for name in SHOWN_STATS}
+    return entry
+
+
+def session_part(session: Session) -> dict[str, Any]:
+    """Title and settings of the open session."""
+    return {
+        "id": session.id,
+        "title": session.title,
+        "system_prompt": session.system_prompt,
+        "settings": settings(session.params),
+        "first_kept": session.first_kept_id,
+    }
+
+
+def settings(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored settings, filled up with the defaults."""
+    defaults = asdict(SamplingParams())
+    values = {name: params.get(name, defaults[name]) for name in SETTINGS}
+    if values["max_tokens"] is None and params.get("max_completion_tokens") is not None:
+        values["max_tokens"] = params["max_completion_tokens"]
+    stop = values["stop"] or []
+    return values | {"stop": [stop] if isinstance(stop, str) else list(stop)}
+
+
+def list_part(summaries: Sequence[SessionSummary]) -> list[dict[str, Any]]:
+    """The lines of the session list, newest first."""
+    return [
+        {"id": item.id, "title": item.title, "at": item.updated_at, "count": item.message_count, "hit": item.snippet}
+        for item in summaries
+    ]
+
+
+def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's facts and how its price per token comes about."""
+    names = ("model", "device", "dtype", "kv_format", "max_seq_len", "block_size", "num_layers", "num_kv_heads",
+             "head_dim", "bytes_per_token", "chat_template")  # fmt: skip
+    section = {name: capabilities.get(name) for name in names}
+    section["warnings"] = list(capabilities.get("warnings", ()))
+    size = VALUE_BYTES.get(str(capabilities.get("kv_format")))
+    if size is not None:
+        section["formula"] = (
+            f"2 × {section['num_layers']} layers × {section['num_kv_heads']} KV heads"
+            f" × {section['head_dim']} × {size} B"
+        )
+    return section
+
+
+def turn_section(
+    stats: Mapping[str, Any] | None, running: bool, max_new_tokens: int | None, token_text: Callable[[int], str]
+) -> dict[str, Any] | None:
+    """The numbers of the running or the last turn; tokens of a miss with their text."""
+    if stats is None:
+        return None
+    section = {name: value for name, value in stats.items() if name != "session_id"}
+    section["running"] = running
+    section["max_new_tokens"] = max_new_tokens
+    if stats.get("miss"):
+        miss = dict(stats["miss"])
+        for name in ("cached", "wanted"):
+            token_id = miss[f"{name}_token"]
+            miss[f"{name}_text"] = None if token_id is None else token_text(token_id)
+        section["miss"] = miss
+    return section
+
+
+def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """`[id, start, count, owners]` of each block of the table."""
+    return [[block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks]
+
+
+def probe_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """`[position, token id, token text, norm, values...]`, rounded to what is shown."""
+    return [
+        [row["position"], row["token_id"], row["token"], round(row["norm"], 2), *(round(v, 3) for v in row["values"])]
+        for row in rows
+    ]
+
+
+def changed_sections(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of `new` that differ from `old`; lists as `{keep, add}`: keep that many items, then append."""
+    changes: dict[str, Any] = {}
+    for name, value in new.items():
+        before = old.get(name)
+        if name in old and before == value:
+            continue
+        if isinstance(value, list):
+            keep = 0
+            for left, right in zip(before or (), value, strict=False):
+                if left != right:
+                    break
+                keep += 1
+            changes[name] = {"keep": keep, "add": value[keep:]}
+        else:
+            changes[name] = value
+    return changes
