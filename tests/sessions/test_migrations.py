@@ -98,8 +98,20 @@ def test_a_step_that_fails_leaves_nothing_behind(path: Path) -> None:
     SessionStore(path).close()
 
 
+def numbered(number: int) -> migrations.Step:
+    """A step that does not notice having been applied before: a second time would add a second row."""
+
+    def step(db: Database) -> None:
+        db.execute("CREATE TABLE IF NOT EXISTS counted (number)")
+        db.execute("INSERT INTO counted VALUES (?)", [number])
+
+    step.__name__ = f"m{number:03}_numbered"
+    return step
+
+
 def test_connections_that_migrate_at_once_do_not_collide(tmp_path: Path) -> None:
-    for attempt in range(5):
+    steps = (*migrations.STEPS, *map(numbered, range(3, 23)))
+    for attempt in range(3):
         path = tmp_path / f"{attempt}.db"
         barrier = threading.Barrier(4)
         done: list[str] = []
@@ -108,7 +120,7 @@ def test_connections_that_migrate_at_once_do_not_collide(tmp_path: Path) -> None
             db = connect(path)
             barrier.wait()
             migrations.check_owner(db)
-            done.extend(migrations.migrate(db))
+            done.extend(migrations.migrate(db, steps))
             db.close()
 
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -116,8 +128,9 @@ def test_connections_that_migrate_at_once_do_not_collide(tmp_path: Path) -> None
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(done) == NAMES
-        assert applied(path) == NAMES
+        assert sorted(done) == applied(path) == [step.__name__ for step in steps]
+        with closing(sqlite3.connect(path)) as conn:
+            assert conn.execute("SELECT number FROM counted ORDER BY rowid").fetchall() == [(n,) for n in range(3, 23)]
 
 
 def test_another_programs_database_is_refused_and_left_alone(path: Path) -> None:
