@@ -1,0 +1,79 @@
+"""The tensors of the KV cache: blocks with all their layers, in extents that come and go without moving a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.spec import KVCacheSpec
+from kernels.dispatch import operations
+
+EXTENT_BYTES = 32 * 2**20
+
+
+class KVCache:
+    """Block `b` is `extents[b // blocks_per_extent][b % blocks_per_extent]`; block 0 only pads block tables.
+
+    Each extent is [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]. Fresh blocks hold arbitrary
+    values: nothing is read before it is written. Which block belongs to whom is the block pool's business.
+    """
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device, extent_bytes: int = EXTENT_BYTES) -> None:
+        self.spec = spec
+        self.device = device
+        self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
+        self.extents: list[Tensor] = []
+        self._operations = operations(device)
+        self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Block ids below this have memory; the null block counts."""
+        return len(self.extents) * self.blocks_per_extent
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.capacity_blocks * self.spec.block_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._workspace.values())
+
+    def grow(self, blocks: int) -> None:
+        """Make block ids below `blocks` usable. Blocks that exist stay where they are."""
+        while self.capacity_blocks < blocks:
+            shape = (self.blocks_per_extent, *self.spec.block_shape)
+            self.extents.append(torch.empty(shape, dtype=self.spec.dtype, device=self.device))
+
+    def shrink(self, blocks: int) -> None:
+        """Give back the extents that hold only block ids from `blocks` on, and the scratch memory."""
+        del self.extents[-(-blocks // self.blocks_per_extent) :]
+        self._workspace.clear()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers, in order; pairs of (source, target) block ids."""
+        self._operations.copy_blocks(self.extents, self.blocks_per_extent, pairs)
+
+    def read(self, block_table: Sequence[int], layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
+        """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence."""
+        kind = {"k": 0, "v": 1}[tensor]
+        rows = []
+        for position in range(start, start + count):
+            index, offset = divmod(position, self.spec.block_size)
+            extent, block = divmod(block_table[index], self.blocks_per_extent)
+            rows.append(self.extents[extent][block, layer, kind, offset, head])
+        if not rows:
+            return torch.empty(0, self.spec.head_dim)
+        return torch.stack(rows).float().cpu()
+
+    def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A scratch tensor that is kept and reused, growing by halves; its values are undefined."""
+        size = math.prod(shape)
+        kept = self._workspace.get((name, dtype))
+        if kept is None or kept.numel() < size:
+            kept = torch.empty(size + size // 2, dtype=dtype, device=self.device)
+            self._workspace[name, dtype] = kept
+        return kept[:size].view(shape)

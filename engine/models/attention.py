@@ -1,0 +1,44 @@
+"""The attention part of a decoder layer over the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.layers import Linear
+from kernels.dispatch import Operations
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers of one step share: the kernels' plan, cos and sign-folded sin [T, 1, head_dim]."""
+
+    plan: Any
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`qkv` yields all query heads, then key heads, then value heads; `q_norm`, `k_norm` [head_dim] where used."""
+
+    layer: int
+    qkv: Linear
+    o: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def __call__(self, x: Tensor, step: StepContext, config: ModelConfig, ops: Operations) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; the tokens' K and V are stored first, so each sees itself."""
+        heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)
+        queries, turned = heads[:, : config.num_heads], heads[:, : config.num_heads + config.num_kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            keys = turned[:, config.num_heads :]
+            queries.copy_(ops.rms_norm(queries, self.q_norm, config.rms_norm_eps))
+            keys.copy_(ops.rms_norm(keys, self.k_norm, config.rms_norm_eps))
+        ops.rotary(turned, step.cos, step.sin)
+        ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
+        return self.o(ops.attention(step.plan, self.layer, queries, config.head_dim**-0.5))

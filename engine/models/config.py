@@ -1,0 +1,180 @@
+"""What a decoder is, read from `config.json` or from GGUF metadata into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelFileError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: the base, and how its frequencies are stretched past the context the model was trained on.
+
+    `attention_factor` multiplies cos and sin; None is the kind's own. `beta_*` and `truncate` concern yarn,
+    `low_freq_factor` and `high_freq_factor` llama3.
+    """
+
+    base: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of a Llama-type decoder.
+
+    `tied` None: the head is the embedding if the file has no other. `sliding_window` None: all tokens are attended to.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tied: bool | None = None
+    sliding_window: int | None = None
+
+
+def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> Any:
+    value = values.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelFileError(f"The model's configuration has no usable {key}.")
+    return value
+
+
+def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
+    """From the content of a `config.json`. Raises `ModelFileError` naming what is missing or not supported."""
+    heads = int(_number(values, "num_attention_heads"))
+    hidden = int(_number(values, "hidden_size"))
+    context = int(_number(values, "max_position_embeddings", 2048))
+    activation = values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelFileError(f"The activation {activation!r} is not supported.")
+    return ModelConfig(
+        model_type=str(values.get("model_type")),
+        num_layers=int(_number(values, "num_hidden_layers")),
+        hidden_size=hidden,
+        intermediate_size=int(_number(values, "intermediate_size")),
+        num_heads=heads,
+        num_kv_heads=int(_number(values, "num_key_value_heads", heads)),
+        head_dim=int(_number(values, "head_dim", hidden // max(heads, 1))),
+        vocab_size=int(_number(values, "vocab_size")),
+        max_position_embeddings=context,
+        rms_norm_eps=float(_number(values, "rms_norm_eps", 1e-6)),
+        rope=_rope_from_json(values, context),
+        tied=values.get("tie_word_embeddings"),
+        sliding_window=_window_from_json(values),
+    )
+
+
+def _window_from_json(values: Mapping[str, Any]) -> int | None:
+    """Qwen files name a window that `use_sliding_window` switches off; `layer_types` says what is really used."""
+    window = values.get("sliding_window")
+    layer_types = values.get("layer_types")
+    used = values.get("use_sliding_window", True) and (layer_types is None or "sliding_attention" in layer_types)
+    return int(window) if window and used else None
+
+
+def _rope_from_json(values: Mapping[str, Any], context: int) -> RopeConfig:
+    """Files since transformers 5 hold `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
+    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ModelFileError("Rotary settings that differ from layer to layer are not supported.")
+    if scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelFileError("Rotary embedding of a part of each head is not supported.")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    original = int(scaling.get("original_max_position_embeddings") or context)
+    return checked_rope(
+        RopeConfig(
+            base=float(scaling.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            kind=str(kind),
+            factor=float(scaling.get("factor") or context / original),
+            original_context=original,
+            attention_factor=scaling.get("attention_factor"),
+            mscale=float(scaling.get("mscale") or 0.0),
+            mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            truncate=bool(scaling.get("truncate", True)),
+            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        )
+    )
+
+
+def config_from_gguf(metadata: Mapping[str, Any], vocab_size: int) -> ModelConfig:
+    """From a GGUF file's metadata; `vocab_size` is the number of rows of its embedding."""
+    arch = str(metadata.get("general.architecture"))
+    prefix = f"{arch}."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if values.get("expert_count"):
+        raise ModelFileError("Mixture-of-experts models are not supported.")
+    heads = int(_number(values, "attention.head_count"))
+    hidden = int(_number(values, "embedding_length"))
+    head_dim = int(_number(values, "attention.key_length", hidden // max(heads, 1)))
+    context = int(_number(values, "context_length", 2048))
+    if int(_number(values, "rope.dimension_count", head_dim)) != head_dim:
+        raise ModelFileError("Rotary embedding of a part of each head is not supported.")
+    if int(_number(values, "attention.value_length", head_dim)) != head_dim:
+        raise ModelFileError("Values of another size than keys are not supported.")
+    return ModelConfig(
+        model_type=arch,
+        num_layers=int(_number(values, "block_count")),
+        hidden_size=hidden,
+        intermediate_size=int(_number(values, "feed_forward_length")),
+        num_heads=heads,
+        num_kv_heads=int(_number(values, "attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        rms_norm_eps=float(_number(values, "attention.layer_norm_rms_epsilon", 1e-6)),
+        rope=_rope_from_gguf(values, context),
+        sliding_window=int(_number(values, "attention.sliding_window", 0)) or None,
+    )
+
+
+def _rope_from_gguf(values: Mapping[str, Any], context: int) -> RopeConfig:
+    """llama3 scaling is no kind of its own here: such files carry the divisors as a tensor (`rope_freqs`)."""
+    kind = values.get("rope.scaling.type") or ("linear" if values.get("rope.scale_linear") else "none")
+    original = int(_number(values, "rope.scaling.original_context_length", context))
+    default_factor = float(values.get("rope.scale_linear") or 1.0)
+    attention_factor = values.get("rope.scaling.attn_factor") or values.get("rope.scaling.yarn_attn_factor")
+    return checked_rope(
+        RopeConfig(
+            base=float(_number(values, "rope.freq_base", 10000.0)),
+            kind="default" if kind == "none" else str(kind),
+            factor=float(_number(values, "rope.scaling.factor", default_factor)),
+            original_context=original,
+            attention_factor=None if attention_factor is None else float(attention_factor),
+            beta_fast=float(_number(values, "rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(_number(values, "rope.scaling.yarn_beta_slow", 1.0)),
+        )
+    )
+
+
+def checked_rope(rope: RopeConfig) -> RopeConfig:
+    if rope.kind not in ROPE_KINDS:
+        raise ModelFileError(f"Rotary scaling of kind {rope.kind!r} is not supported; {', '.join(ROPE_KINDS)} are.")
+    return rope

@@ -1,0 +1,144 @@
+"""Parts of a decoder layer: matrix products in the weight format of the model, embedding, norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.weights.source import WeightSource
+from kernels import packed_linear
+from kernels.dispatch import Operations
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """`name`, as shown; matrices in `dtype`, or `packed` for the CPU; norms, residuals and sums in `compute_dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    packed: bool = False
+
+
+def pick_format(device: torch.device, dtype: str) -> WeightFormat:
+    """The weight format for `--dtype`. On a CPU everything but the matrices stays float32."""
+    if dtype not in ("auto", *_DTYPES):
+        raise ConfigError(f"--dtype {dtype} is unknown; it is auto, {', '.join(_DTYPES)}.")
+    if device.type == "cpu":
+        packed = packed_linear.is_available() and dtype in ("auto", "float16")
+        name = ("float16" if packed else "float32") if dtype == "auto" else dtype
+        return WeightFormat(name, _DTYPES[name], torch.float32, packed)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return WeightFormat(dtype, _DTYPES[dtype], _DTYPES[dtype])
+
+
+class Linear(Protocol):
+    """x [T, in] -> [T, out] in x's dtype."""
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    """weight [out, in] as a tensor; `nbytes` counts it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, operations: Operations) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.nbytes = weight.nbytes
+        self._linear = operations.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight, self.bias)
+
+
+class Embedding(Protocol):
+    """token_ids int64 [T] -> [T, hidden] in the compute dtype."""
+
+    nbytes: int
+
+    def __call__(self, token_ids: Tensor) -> Tensor: ...
+
+
+class TableEmbedding:
+    """Rows of a matrix in memory."""
+
+    def __init__(self, weight: Tensor, compute_dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.nbytes = weight.nbytes
+        self._dtype = compute_dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.weight[token_ids].to(self._dtype)
+
+
+class FileEmbedding:
+    """Rows read from the mapped file and decoded as they are needed: the matrix takes no memory of its own."""
+
+    nbytes = 0
+
+    def __init__(self, source: WeightSource, name: str) -> None:
+        self._source = source
+        self._name = name
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._source.rows(self._name, token_ids)
+
+
+class WeightLoader:
+    """Takes tensors from a source into the form that a device and format want."""
+
+    def __init__(self, source: WeightSource, device: torch.device, fmt: WeightFormat, operations: Operations) -> None:
+        self.source = source
+        self.device = device
+        self.format = fmt
+        self.operations = operations
+        self.shapes = source.shapes()
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight, in the compute dtype."""
+        return _own(self.source.load(name), self.device, self.format.compute_dtype)
+
+    def linear(self, *names: str) -> Linear:
+        """One product for the matrices `name.weight` stacked along their outputs, with `name.bias` where there is."""
+        matrices = [self.source.load(f"{name}.weight") for name in names]
+        bias = self._bias(names, [len(matrix) for matrix in matrices])
+        if self.format.packed:
+            weight = torch.cat([matrix.float() for matrix in matrices]) if len(matrices) > 1 else matrices[0].float()
+            if float(weight.abs().amax()) <= packed_linear.FP16_MAX:
+                return packed_linear.PackedLinear(weight, bias)
+            # Values that float16 can't hold would be clipped; this matrix keeps full precision.
+            return PlainLinear(_own(weight, self.device, torch.float32), bias, self.operations)
+        parts = [matrix.to(self.device, self.format.dtype) for matrix in matrices]
+        weight = torch.cat(parts) if len(parts) > 1 else _own(parts[0], self.device, self.format.dtype)
+        return PlainLinear(weight, bias, self.operations)
+
+    def embedding(self, name: str) -> Embedding:
+        if self.format.packed:
+            return FileEmbedding(self.source, name)
+        return TableEmbedding(_own(self.source.load(name), self.device, self.format.dtype), self.format.compute_dtype)
+
+    def _bias(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
+        present = [f"{name}.bias" in self.shapes for name in names]
+        if not any(present):
+            return None
+        parts = [
+            self.source.load(f"{name}.bias").float() if there else torch.zeros(size)
+            for name, there, size in zip(names, present, sizes, strict=True)
+        ]
+        dtype = torch.float32 if self.format.packed else self.format.dtype
+        return torch.cat(parts).to(self.device, dtype)
+
+
+def _own(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy of its own: a view of the mapped file would be paged in and out under memory pressure."""
+    return tensor.to(device, dtype, copy=True).contiguous()

@@ -1,0 +1,190 @@
+"""From a file on disk to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engine.errors import ModelFileError
+from engine.models.architecture import Architecture
+from engine.models.attention import Attention
+from engine.models.config import ModelConfig, config_from_gguf, config_from_json
+from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights
+from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightLoader, pick_format
+from engine.models.llama import LLAMA
+from engine.models.qwen2 import QWEN2
+from engine.models.qwen3 import QWEN3
+from engine.models.rope import rope_frequencies
+from engine.protocol import ProgressCallback
+from engine.weights.gguf_reader import GGUFSource
+from engine.weights.safetensors_reader import SafetensorsSource
+from engine.weights.source import WeightSource
+from kernels.dispatch import operations
+
+__all__ = ["ARCHITECTURES", "DecoderModel", "load_model"]
+
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3)
+_LOADER_THREADS = 2
+
+
+def load_model(
+    path: Path,
+    device: torch.device,
+    dtype: str = "auto",
+    *,
+    progress: ProgressCallback | None = None,
+    max_seq_len: int | None = None,
+) -> DecoderModel:
+    """Load a `.gguf` file or a folder with safetensors. `progress` is told the layers done.
+
+    A model with a sliding window is run only within it: `max_seq_len` (tokens) must not exceed the window.
+    Raises `ModelFileError`, one sentence, for what can't be read or run.
+    """
+    source: WeightSource = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
+    architecture, config = read_config(source)
+    _check_window(config, max_seq_len)
+    shapes = source.shapes()
+    tied, warnings = _tied_head(source, config)
+    _check_shapes(shapes, architecture, config, tied)
+    table = operations(device)
+    fmt = pick_format(device, dtype)
+    loader = WeightLoader(source, device, fmt, table)
+    weights = _load_weights(loader, architecture, config, tied, progress)
+    return DecoderModel(config, weights, fmt, device, table, warnings)
+
+
+def read_config(source: WeightSource) -> tuple[Architecture, ModelConfig]:
+    """Which architecture a file holds, and its sizes."""
+    if source.kind == "gguf":
+        name = source.metadata.get("general.architecture")
+        found = [a for a in ARCHITECTURES if name in a.gguf_names]
+    else:
+        name = source.metadata.get("model_type")
+        found = [a for a in ARCHITECTURES if name in a.model_types]
+    if not found:
+        known = ", ".join(a.name for a in ARCHITECTURES)
+        raise ModelFileError(f"The model's architecture {str(name)!r} is not supported; {known} are.")
+    if source.kind == "gguf":
+        return found[0], config_from_gguf(source.metadata, source.shapes().get("embed.weight", (0,))[0])
+    return found[0], config_from_json(source.metadata)
+
+
+def _check_window(config: ModelConfig, max_seq_len: int | None) -> None:
+    window, length = config.sliding_window, max_seq_len or config.max_position_embeddings
+    if window is not None and length > window:
+        raise ModelFileError(
+            f"The model attends within a sliding window of {window} tokens, which is not supported; "
+            f"it runs with --max-seq-len {window} or less."
+        )
+
+
+def _tied_head(source: WeightSource, config: ModelConfig) -> tuple[bool, tuple[str, ...]]:
+    """Whether the head is the embedding, and warnings. A GGUF head of its own counts; a tie flag goes before a head."""
+    if "head.weight" not in source.shapes():
+        return config.tied is not False, ()
+    same = source.same("head.weight", "embed.weight") if "embed.weight" in source.shapes() else False
+    if config.tied and not same:
+        return True, ("The model file holds a head that differs from its tied embedding; the embedding is used.",)
+    return bool(config.tied) or same, ()
+
+
+def _expected_shapes(
+    architecture: Architecture, config: ModelConfig, tied: bool
+) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """(name, shape, whether it must be there) of each tensor that is used."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "embed.weight", (config.vocab_size, hidden), True
+    yield "norm.weight", (hidden,), True
+    if not tied:
+        yield "head.weight", (config.vocab_size, hidden), True
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}."
+        yield prefix + "attn_norm.weight", (hidden,), True
+        yield prefix + "mlp_norm.weight", (hidden,), True
+        for name, rows, columns in (
+            ("q", q, hidden),
+            ("k", kv, hidden),
+            ("v", kv, hidden),
+            ("o", hidden, q),
+            ("gate", inner, hidden),
+            ("up", inner, hidden),
+            ("down", hidden, inner),
+        ):
+            yield f"{prefix}{name}.weight", (rows, columns), True
+            yield f"{prefix}{name}.bias", (rows,), architecture.qkv_bias and name in "qkv"
+        if architecture.qk_norm:
+            yield prefix + "q_norm.weight", (config.head_dim,), True
+            yield prefix + "k_norm.weight", (config.head_dim,), True
+
+
+def _check_shapes(
+    shapes: dict[str, tuple[int, ...]], architecture: Architecture, config: ModelConfig, tied: bool
+) -> None:
+    if config.num_layers < 1 or config.num_kv_heads < 1 or config.num_heads % config.num_kv_heads:
+        raise ModelFileError("The model's configuration has impossible layer or head counts.")
+    missing = []
+    for name, shape, required in _expected_shapes(architecture, config, tied):
+        found = shapes.get(name)
+        if found is None and required:
+            missing.append(name)
+        if found is not None and found != shape:
+            raise ModelFileError(f"The model's tensor {name} has shape {list(found)}, not {list(shape)}.")
+    if missing:
+        raise ModelFileError(f"The model file lacks {len(missing)} tensors, the first is {missing[0]}.")
+
+
+def _load_weights(
+    loader: WeightLoader,
+    architecture: Architecture,
+    config: ModelConfig,
+    tied: bool,
+    progress: ProgressCallback | None,
+) -> DecoderWeights:
+    """Layers are converted by a few threads: most of the time goes into single-threaded code that frees the GIL."""
+    divisors = loader.source.load("rope.divisors").float() if "rope.divisors" in loader.shapes else None
+    inv_freq, scale = rope_frequencies(config.rope, config.head_dim, divisors)
+    layers = []
+    embedding = loader.embedding("embed.weight")
+    with ThreadPoolExecutor(_LOADER_THREADS) as pool:
+        head_job = pool.submit(_load_head, loader, embedding, tied)
+        jobs = [pool.submit(_load_layer, loader, architecture, i) for i in range(config.num_layers)]
+        for job in jobs:
+            layers.append(job.result())
+            if progress is not None:
+                progress("Loading the model", len(layers), config.num_layers)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layers),
+        norm=loader.vector("norm.weight"),
+        head=head_job.result(),
+        inv_freq=inv_freq.to(loader.device),
+        rope_scale=scale,
+        tied_in_memory=tied,
+    )
+
+
+def _load_head(loader: WeightLoader, embedding: Embedding, tied: bool) -> Linear:
+    if tied and isinstance(embedding, TableEmbedding):
+        return PlainLinear(embedding.weight, None, loader.operations)
+    return loader.linear("embed" if tied else "head")
+
+
+def _load_layer(loader: WeightLoader, architecture: Architecture, layer: int) -> DecoderLayer:
+    prefix = f"layers.{layer}."
+    return DecoderLayer(
+        attn_norm=loader.vector(prefix + "attn_norm.weight"),
+        attention=Attention(
+            layer=layer,
+            qkv=loader.linear(prefix + "q", prefix + "k", prefix + "v"),
+            o=loader.linear(prefix + "o"),
+            q_norm=loader.vector(prefix + "q_norm.weight") if architecture.qk_norm else None,
+            k_norm=loader.vector(prefix + "k_norm.weight") if architecture.qk_norm else None,
+        ),
+        mlp_norm=loader.vector(prefix + "mlp_norm.weight"),
+        gate_up=loader.linear(prefix + "gate", prefix + "up"),
+        down=loader.linear(prefix + "down"),
+    )

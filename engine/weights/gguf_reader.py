@@ -1,0 +1,82 @@
+"""Tensors out of a GGUF file, dequantised when asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from torch import Tensor
+
+from engine.errors import ModelFileError
+from engine.weights.gguf_container import TensorInfo, read_container
+from engine.weights.names import from_gguf
+
+# The converter to GGUF interleaves each head's two rotary halves for these, and only these, of the ones we run.
+_PERMUTED_ARCHITECTURES = ("llama",)
+_PLAIN = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
+
+
+class GGUFSource:
+    """A memory-mapped GGUF file as a `WeightSource`. Raises `ModelFileError` for what is none or is damaged."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data, self.metadata, tensors = read_container(path)
+        self._tensors: dict[str, TensorInfo] = {}
+        for name, info in tensors.items():
+            canonical = from_gguf(name)
+            if canonical is not None:
+                self._tensors[canonical] = info
+        self._heads = self._head_counts()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self._tensors.items()}
+
+    def load(self, name: str) -> Tensor:
+        info = self._tensors[name]
+        raw = self._raw(info)
+        heads = self._heads.get(".".join(name.split(".")[2:]))
+        if heads:
+            # Rows are quantised one by one, so the raw rows can be put in order.
+            raw = raw.reshape(heads, -1, 2, info.nbytes // info.shape[0])
+            raw = np.ascontiguousarray(raw.swapaxes(1, 2)).reshape(info.shape[0], -1)
+        return self._decode(raw, info, info.shape)
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        info = self._tensors[name]
+        picked = self._raw(info)[ids.numpy()]
+        return self._decode(picked, info, (len(ids), info.shape[1])).float()
+
+    def same(self, first: str, second: str) -> bool:
+        a, b = self._tensors[first], self._tensors[second]
+        return (a.shape, a.quant_type) == (b.shape, b.quant_type) and np.array_equal(self._raw(a), self._raw(b))
+
+    def _raw(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """uint8 [rows, bytes of a row], a view of the mapped file."""
+        flat = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
+        return flat.reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
+
+    def _decode(self, raw: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+        if info.quant_type in _PLAIN:
+            return torch.from_numpy(np.ascontiguousarray(raw)).view(_PLAIN[info.quant_type]).view(shape)
+        if info.quant_type is GGMLQuantizationType.BF16:
+            return torch.from_numpy(np.ascontiguousarray(raw)).view(torch.bfloat16).view(shape)
+        try:
+            return torch.from_numpy(dequantize(raw, info.quant_type)).view(shape)
+        except NotImplementedError as error:
+            raise ModelFileError(f"Weights of GGUF type {info.quant_type.name} are not supported.") from error
+
+    def _head_counts(self) -> dict[str, int]:
+        arch = self.metadata.get("general.architecture")
+        if arch not in _PERMUTED_ARCHITECTURES:
+            return {}
+        heads = self.metadata.get(f"{arch}.attention.head_count")
+        if not isinstance(heads, int):
+            return {}
+        kv_heads = int(self.metadata.get(f"{arch}.attention.head_count_kv") or heads)
+        return {"q.weight": heads, "q.bias": heads, "k.weight": kv_heads, "k.bias": kv_heads}

@@ -1,0 +1,52 @@
+"""Canonical names of a decoder's tensors, and what safetensors and GGUF files call them."""
+
+from __future__ import annotations
+
+import re
+
+# canonical -> (safetensors, GGUF); {i} is the layer.
+_NAMES = {
+    "embed.weight": ("model.embed_tokens.weight", "token_embd.weight"),
+    "norm.weight": ("model.norm.weight", "output_norm.weight"),
+    "head.weight": ("lm_head.weight", "output.weight"),
+    "rope.divisors": ("", "rope_freqs.weight"),
+    "layers.{i}.attn_norm.weight": ("model.layers.{i}.input_layernorm.weight", "blk.{i}.attn_norm.weight"),
+    "layers.{i}.mlp_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight", "blk.{i}.ffn_norm.weight"),
+    "layers.{i}.q_norm.weight": ("model.layers.{i}.self_attn.q_norm.weight", "blk.{i}.attn_q_norm.weight"),
+    "layers.{i}.k_norm.weight": ("model.layers.{i}.self_attn.k_norm.weight", "blk.{i}.attn_k_norm.weight"),
+    "layers.{i}.q.weight": ("model.layers.{i}.self_attn.q_proj.weight", "blk.{i}.attn_q.weight"),
+    "layers.{i}.k.weight": ("model.layers.{i}.self_attn.k_proj.weight", "blk.{i}.attn_k.weight"),
+    "layers.{i}.v.weight": ("model.layers.{i}.self_attn.v_proj.weight", "blk.{i}.attn_v.weight"),
+    "layers.{i}.o.weight": ("model.layers.{i}.self_attn.o_proj.weight", "blk.{i}.attn_output.weight"),
+    "layers.{i}.q.bias": ("model.layers.{i}.self_attn.q_proj.bias", "blk.{i}.attn_q.bias"),
+    "layers.{i}.k.bias": ("model.layers.{i}.self_attn.k_proj.bias", "blk.{i}.attn_k.bias"),
+    "layers.{i}.v.bias": ("model.layers.{i}.self_attn.v_proj.bias", "blk.{i}.attn_v.bias"),
+    "layers.{i}.o.bias": ("model.layers.{i}.self_attn.o_proj.bias", "blk.{i}.attn_output.bias"),
+    "layers.{i}.gate.weight": ("model.layers.{i}.mlp.gate_proj.weight", "blk.{i}.ffn_gate.weight"),
+    "layers.{i}.up.weight": ("model.layers.{i}.mlp.up_proj.weight", "blk.{i}.ffn_up.weight"),
+    "layers.{i}.down.weight": ("model.layers.{i}.mlp.down_proj.weight", "blk.{i}.ffn_down.weight"),
+    "layers.{i}.gate.bias": ("model.layers.{i}.mlp.gate_proj.bias", "blk.{i}.ffn_gate.bias"),
+    "layers.{i}.up.bias": ("model.layers.{i}.mlp.up_proj.bias", "blk.{i}.ffn_up.bias"),
+    "layers.{i}.down.bias": ("model.layers.{i}.mlp.down_proj.bias", "blk.{i}.ffn_down.bias"),
+}
+_FROM_SAFETENSORS = {names[0]: canonical for canonical, names in _NAMES.items()}
+_FROM_GGUF = {names[1]: canonical for canonical, names in _NAMES.items()}
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+
+
+def from_safetensors(name: str) -> str | None:
+    """Canonical name of a tensor in a safetensors file; None for one that no decoder here uses."""
+    return _translate(name, _FROM_SAFETENSORS)
+
+
+def from_gguf(name: str) -> str | None:
+    """Canonical name of a tensor in a GGUF file; None for one that no decoder here uses."""
+    return _translate(name, _FROM_GGUF)
+
+
+def _translate(name: str, table: dict[str, str]) -> str | None:
+    layer = _LAYER.search(name)
+    canonical = table.get(_LAYER.sub("{i}", name, count=1))
+    if canonical is None or layer is None:
+        return canonical
+    return canonical.replace("{i}", layer.group())

@@ -1,0 +1,49 @@
+"""What the kernels need to know of a batch and of the cache; the engine's own classes fit these shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class BatchMetadata(Protocol):
+    """S sequences with T tokens in all, tokens of a sequence adjacent. Tensors lie on the model's device."""
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """int64 [T]: block_id * block_size + offset of the slot that takes the token's K and V."""
+        ...
+
+    @property
+    def block_tables(self) -> Tensor:
+        """int32 [S, blocks], padded with the null block 0."""
+        ...
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence in this batch."""
+        ...
+
+    @property
+    def context_lens_host(self) -> tuple[int, ...]:
+        """Tokens of each sequence in the cache once this step's are stored."""
+        ...
+
+
+class PagedStore(Protocol):
+    """Extents of blocks, each [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+
+    @property
+    def extents(self) -> Sequence[Tensor]:
+        """Block `b` is `extents[b // blocks_per_extent][b % blocks_per_extent]`."""
+        ...
+
+    @property
+    def blocks_per_extent(self) -> int: ...
+
+    def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A scratch tensor that is kept and reused; its values are undefined."""
+        ...
