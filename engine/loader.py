@@ -67,7 +67,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     device = pick_device(config.device)
     source = resolve(config.model, config.data_dir)
     tokenizer = ChatTokenizer.from_source(source)
-    model = load_model(source.path, device, config.dtype, cache_dir=config.data_dir / "cache")
+    model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
     return assemble(config, model, tokenizer, source.name)
 
 
