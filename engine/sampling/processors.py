@@ -36,8 +36,9 @@ def apply_logit_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
         masked[..., forced] = logits[..., forced]
         logits = masked
     ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
-    values = [value if value > BAN_BIAS else -torch.inf for value in bias.values()]
-    return logits.index_add(-1, ids, torch.tensor(values, device=logits.device).expand(*logits.shape[:-1], -1))
+    shifts = [value if value > BAN_BIAS else -torch.inf for value in bias.values()]
+    values = torch.tensor(shifts, dtype=logits.dtype, device=logits.device)
+    return logits.index_add(-1, ids, values.expand(*logits.shape[:-1], -1))
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:

@@ -16,8 +16,16 @@ from engine.weights.catalog import ModelSource
 from tests.support import tiny_tokenizer as tiny
 
 TEXTS = [
-    "Hello there", "  two  spaces ", "世界 日本語 ok", "e\u0301 decomposed", "👩‍👩‍👧‍👦 🇫🇷 end", "a\n\n\tb\r\n", "", " ", "x=1 don't 12345",
-]  # fmt: skip
+    "Hello there",
+    "  two  spaces ",
+    "世界 日本語 ok",
+    "e\u0301 decomposed",
+    "👩‍👩‍👧‍👦 🇫🇷 end",
+    "a\n\n\tb\r\n",
+    "",
+    " ",
+    "x=1 don't 12345",
+]
 KINDS = {
     "bytes": tiny.byte_level,
     "merged": tiny.merged_byte_level,

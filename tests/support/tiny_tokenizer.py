@@ -22,7 +22,11 @@ _CORPUS = (
 
 
 def byte_level(
-    *, merges: Sequence[tuple[str, str]] = (), special: Sequence[str] = SPECIAL, template: str | None = None, **names: Any
+    *,
+    merges: Sequence[tuple[str, str]] = (),
+    special: Sequence[str] = SPECIAL,
+    template: str | None = None,
+    **names: Any,
 ) -> PreTrainedTokenizerFast:
     """One entry per byte, special tokens, and what the merges make; with no merges, 270 or so entries."""
     vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -102,8 +106,9 @@ LLAMA3 = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set rest = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
     "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}"
-    "{% for m in rest %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% for m in rest %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 LLAMA2 = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
@@ -121,8 +126,9 @@ MISTRAL = (
     "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 )
 QWEN3 = (
-    "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}"
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{% endif %}{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% elif m.role == 'assistant' %}"
     "{% set content = m.content %}{% set thought = '' %}{% if '</think>' in content %}"
