@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner, StepResult
 from engine.prompt import effective_max_tokens
-from engine.protocol import GenerateRequest
-from engine.sampling.sampler import Sampler, SamplingState, fresh_seed
+from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
@@ -157,14 +156,22 @@ class StepLoop:
             self._sample([self._turns[item.sequence] for item in wanted], logits)
 
     def _sample(self, turns: list[ActiveTurn], logits: torch.Tensor) -> None:
-        sampled = self._sampler.sample(logits, [turn.sampling for turn in turns])
-        for turn, token in zip(turns, sampled, strict=True):
+        forced = [turn.forced_id() for turn in turns]
+        sampled = self._sampler.sample(logits, [turn.sampling for turn in turns], forced)
+        for turn, token_id, logprob in zip(turns, sampled.token_ids, sampled.logprobs, strict=True):
             gap = turn.meter.token()
             if gap is not None:
                 self.metrics.per_token.add(gap)
-            reason = turn.accept(token)
+            reason = turn.accept(token_id, self._with_text(logprob))
             if reason is not None:
                 self._end(turn, turn.finish(reason))
+
+    def _with_text(self, logprob: SampledLogprob | None) -> TokenLogprob | None:
+        if logprob is None:
+            return None
+        text = self._parts.tokenizer.token_text
+        top = tuple((token_id, text(token_id), value) for token_id, value in logprob.top)
+        return TokenLogprob(logprob.token_id, text(logprob.token_id), logprob.logprob, top)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -174,11 +181,8 @@ class StepLoop:
 
     def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
-        if params.seed is None:
-            params = replace(params, seed=fresh_seed())
-        assert params.seed is not None
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
-        meter = TurnMeter(request.session_id, len(request.prompt_ids), params.seed)
+        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
         detokenizer = Detokenizer(tokenizer, params.stop)
         meter.miss = find_miss(sequence, request, tokenizer)
@@ -188,9 +192,10 @@ class StepLoop:
         sequence.turn_id = request.request_id
         return ActiveTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer.eos_ids)
 
-    def _end(self, turn: ActiveTurn, event: object) -> None:
+    def _end(self, turn: ActiveTurn, event: Finished | Failed) -> None:
         self.scheduler.finish(turn.sequence)
         del self._turns[turn.sequence]
         self._on_done.pop(turn.sequence)()
-        self.metrics.turn_ended(event.stats)
+        if event.stats is not None:
+            self.metrics.turn_ended(event.stats)
         turn.stream.put(event)
