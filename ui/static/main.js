@@ -1,0 +1,248 @@
+// The page: which chat is open, what the server said last, and the loop that asks for more.
+
+import { announce, ask, toast } from "./dom.js";
+import { Refusal, Unreachable, act, live } from "./net.js";
+import { ChatLog } from "./chat.js";
+import { Composer } from "./composer.js";
+import { Frame } from "./frame.js";
+import { LivePanel } from "./panel.js";
+import { SessionList } from "./sessions.js";
+import { Settings } from "./settings.js";
+
+const RUNNING_MS = 120;
+const IDLE_MS = 2000;
+const LIST_EVERY_MS = 1800;
+
+class Page {
+  constructor() {
+    this.session = new URL(location.href).searchParams.get("session");
+    this.since = "";
+    this.app = null;
+    this.meta = null;
+    this.running = false;
+    this.search = "";
+    this.failures = 0;
+    this.epoch = 0;
+    this.listedAt = 0;
+    this.frame = new Frame(this);
+    this.list = new SessionList(this);
+    this.chat = new ChatLog(this);
+    this.composer = new Composer(this);
+    this.panel = new LivePanel(this);
+    this.settings = new Settings(this);
+  }
+
+  start() {
+    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings };
+    const fill = ([name, element]) => regions[name].fill(element, name);
+    const early = window.kvscopeRegions || [];
+    window.kvscopeRegions = { push: fill };
+    early.forEach(fill);
+    addEventListener("popstate", () => this.open(new URL(location.href).searchParams.get("session"), false));
+    document.addEventListener("visibilitychange", () => this.poll());
+    document.addEventListener("keydown", (event) => this.key(event));
+    this.poll();
+  }
+
+  // -- the loop
+
+  poll() {
+    clearTimeout(this.timer);
+    if (this.busy) this.again = true;
+    else if (!document.hidden || this.app === null) this.ask();
+  }
+
+  async ask() {
+    const epoch = this.epoch;
+    const query = { since: this.since };
+    const now = performance.now();
+    if (now - this.listedAt > LIST_EVERY_MS) {
+      query.sessions = true;
+      if (this.search) query.search = this.search;
+      this.listedAt = now;
+    }
+    if (this.panel.visible()) Object.assign(query, { panel: true }, this.panel.selection());
+    this.busy = true;
+    let wait = IDLE_MS;
+    try {
+      const answer = await live(this.session, query);
+      this.failures = 0;
+      if (epoch === this.epoch) wait = this.take(answer);
+      this.frame.reachable(true);
+    } catch (error) {
+      wait = epoch === this.epoch ? this.failed(error) : 0;
+    }
+    this.busy = false;
+    if (this.again || epoch !== this.epoch) wait = 0;
+    this.again = false;
+    this.timer = setTimeout(() => this.poll(), wait);
+  }
+
+  // Apply an answer; milliseconds until the next question.
+  take(answer) {
+    this.since = answer.since;
+    if (answer.app) this.app = answer.app;
+    if (answer.session) this.meta = answer.session;
+    if (answer.app || answer.session) {
+      this.frame.draw();
+      this.settings.draw();
+    }
+    if (answer.sessions) this.list.draw(answer.sessions);
+    this.chat.update(answer);
+    if (answer.panel) this.panel.draw(answer.panel);
+    if (answer.running !== this.running) this.runs(answer.running);
+    this.composer.status(answer.turn);
+    if (this.app.status !== "ok") return 500;
+    if (this.running) return RUNNING_MS;
+    return this.panel.waiting() ? 150 : IDLE_MS;
+  }
+
+  runs(running) {
+    this.running = running;
+    document.body.classList.toggle("kv-running", running);
+    announce(running ? "The reply has started." : "The reply is complete.");
+    this.chat.drawActs();
+    if (!running) {
+      this.listedAt = 0;
+      this.composer.preview();
+    }
+  }
+
+  failed(error) {
+    if (error instanceof Refusal && (error.status === 404 || error.code === "invalid_request") && this.session) {
+      toast(`${error.message} Here is a new one.`, "note");
+      this.open(null, true, true);
+      return 0;
+    }
+    if (error instanceof Refusal && error.status === 401) location.reload();
+    if (!(error instanceof Unreachable) && !(error instanceof Refusal)) console.error(error);
+    this.failures += 1;
+    if (this.failures >= 2) this.frame.reachable(false);
+    return Math.min(400 * 2 ** this.failures, 4000);
+  }
+
+  // -- which chat
+
+  open(session, push = true, replace = false) {
+    this.composer.keepDraft();
+    this.epoch += 1;
+    this.session = session;
+    this.since = "";
+    this.meta = null;
+    this.listedAt = 0;
+    const url = new URL(location.href);
+    if (session) url.searchParams.set("session", session);
+    else url.searchParams.delete("session");
+    if (replace) history.replaceState({}, "", url);
+    else if (push && url.href !== location.href) history.pushState({}, "", url);
+    if (this.running) {
+      this.running = false;
+      document.body.classList.remove("kv-running");
+    }
+    this.chat.clear();
+    this.panel.clear();
+    this.settings.reset();
+    this.composer.restoreDraft();
+    this.frame.closeDrawers();
+    this.frame.draw();
+    this.list.mark();
+    this.poll();
+  }
+
+  newChat() {
+    this.open(null);
+    this.composer.focus();
+  }
+
+  // -- acts: one way for all of them; null where the server refused, which has then been told
+
+  async act(name, body = {}, session = this.session) {
+    try {
+      const result = await act(session, name, body);
+      this.poll();
+      return result;
+    } catch (error) {
+      toast(error.message);
+      this.poll();
+      return null;
+    }
+  }
+
+  async send(text) {
+    const epoch = this.epoch;
+    const first = this.session === null;
+    const result = await this.act("send", { content: text, ...(first ? this.settings.draft() : {}) });
+    if (result && first && epoch === this.epoch) {
+      this.epoch += 1;
+      this.session = result.session;
+      this.listedAt = 0;
+      const url = new URL(location.href);
+      url.searchParams.set("session", result.session);
+      history.pushState({}, "", url);
+      this.poll();
+    }
+    if (result) this.chat.follow();
+    return result !== null;
+  }
+
+  stop() {
+    if (this.running) this.act("stop");
+  }
+
+  async rename(session, title) {
+    const wanted = await ask({ title: "Rename chat", field: title, confirm: "Rename" });
+    if (wanted?.trim()) await this.act("update", { title: wanted.trim() }, session);
+    this.listedAt = 0;
+    this.poll();
+  }
+
+  async fork(session, message = null) {
+    const result = await this.act("fork", { message }, session);
+    if (result) {
+      toast("This is a copy of the chat up to here; the original is unchanged.", "note");
+      this.open(result.session);
+    }
+  }
+
+  async remove(session, title) {
+    const text = `“${title}” is deleted with all its branches and its cache. This can't be undone.`;
+    if (!(await ask({ title: "Delete this chat?", text, confirm: "Delete", danger: true }))) return;
+    if (await this.act("delete_session", {}, session)) {
+      if (session === this.session) this.open(null, true, true);
+      this.listedAt = 0;
+      this.poll();
+    }
+  }
+
+  async importFile(file) {
+    let data;
+    try {
+      data = JSON.parse(await file.text());
+    } catch {
+      toast("This file is not a KVScope export: it is not JSON.");
+      return;
+    }
+    const result = await this.act("import", { data }, null);
+    if (result) this.open(result.session);
+  }
+
+  key(event) {
+    if (event.key === "Escape" && !document.querySelector("dialog[open], .kv-menu")) {
+      if (this.running) this.stop();
+      else this.frame.closeDrawers();
+    } else if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k") {
+      event.preventDefault();
+      this.composer.focus();
+    }
+  }
+}
+
+const page = new Page();
+window.kvscope = {
+  newChat: () => page.newChat(),
+  send: () => page.composer.send(),
+  stop: () => page.stop(),
+  settingsChanged: (values) => page.settings.changed(values),
+  settingsValues: () => page.settings.values(),
+};
+page.start();

@@ -1,0 +1,43 @@
+// The page's two requests: what is new, and an act. Paths are relative to the page, so it may live behind a proxy.
+
+export class Refusal extends Error {
+  constructor(status, code, message) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export class Unreachable extends Error {}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { credentials: "same-origin", cache: "no-store", ...options });
+  } catch {
+    throw new Unreachable("The server is not answering.");
+  }
+  const body = await response.json().catch(() => null);
+  if (response.ok && body !== null) return body;
+  const error = body?.error;
+  if (!error) throw new Unreachable(`The server answered with status ${response.status}.`);
+  throw new Refusal(response.status, error.code, error.message);
+}
+
+export const NEW = "new";
+
+export function live(session, query) {
+  return request(`api/sessions/${session ?? NEW}/live?${new URLSearchParams(query)}`, {});
+}
+
+export function act(session, name, body = {}) {
+  return request(`api/sessions/${session ?? NEW}/acts`, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ act: name, ...body }),
+  });
+}
+
+export function exportLink(session, format) {
+  return { href: `api/sessions/${session}/export${format === "md" ? "?format=md" : ""}`, download: `kvscope-${session.slice(0, 8)}.${format}` };
+}
