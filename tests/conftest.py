@@ -1,0 +1,17 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.weights.catalog import ModelSource, resolve
+
+
+@pytest.fixture(scope="session")
+def default_model() -> ModelSource:
+    """The default model, fetched on first use into KVSCOPE_TEST_DATA or the user's cache folder."""
+    folder = os.environ.get("KVSCOPE_TEST_DATA") or Path.home() / ".cache" / "kvscope-tests"
+    return resolve(None, Path(folder))
