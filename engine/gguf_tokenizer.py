@@ -77,6 +77,7 @@ def infer_splitting(tokens: list[str]) -> str | None:
         return None
     split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[found]), behavior="isolated")
     words = [token.replace("Ġ", " ").replace("Ċ", "\n") for token in tokens if token.isascii() or token[0] in "ĠĊ"]
-    words = [word for word in words if word.isascii() and not word.startswith(("<", "["))]
+    # Beginnings of "we'll" are tokens that some rules would cut; control tokens were never split at all.
+    words = [word for word in words if word.isascii() and "'" not in word and not word.startswith(("<", "["))]
     crossing = sum(1 for word in words if len(split.pre_tokenize_str(word)) > 1)
     return found if crossing <= len(words) * _MAX_CROSSING_SHARE else None
