@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
@@ -47,11 +48,9 @@ class ChatTokenizer:
         self._end_ids = end_ids | own_end
         self._vocabulary = Vocabulary(tokenizer, self._end_ids)
         self._reply_bytes = lru_cache(_REPLIES_KEPT)(self._reply_bytes_uncached)
-        self.vocab_size = self._vocabulary.size
-        self._template, told = self._choose_template(template)
-        self.warnings = (*warnings, *told)
         self._file_warnings = tuple(warnings)
-        self.eos_ids = self._end_ids | self._end_of_turn()
+        self.vocab_size = self._vocabulary.size
+        self._use_template(template)
 
     @classmethod
     def from_source(cls, source: ModelSource, template: str | None = None) -> ChatTokenizer:
@@ -79,7 +78,14 @@ class ChatTokenizer:
 
     def with_template(self, name: str | None) -> ChatTokenizer:
         """The same vocabulary with another template; None as at the start. Raises `InvalidRequest` if unknown."""
-        return ChatTokenizer(self._tokenizer, name, self._end_ids, self._file_warnings)
+        twin = copy(self)
+        twin._use_template(name)
+        return twin
+
+    def _use_template(self, name: str | None) -> None:
+        self._template, told = self._choose_template(name)
+        self.warnings = (*self._file_warnings, *told)
+        self.eos_ids = self._end_ids | self._end_of_turn()
 
     def _own_template(self) -> str | None:
         found: Any = self._tokenizer.chat_template
