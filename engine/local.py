@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from engine import ledger, probes
 from engine.config import EngineConfig
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest
@@ -117,9 +119,11 @@ class LocalEngine:
         self._state = "ok"
         self._ready.set()
         try:
-            while not self._closing:
-                self._drain_mailbox(wait=not self._loop.has_work)
-                self._loop.step()
+            # Also commands from the mailbox touch the cache's tensors, so the whole thread runs in this mode.
+            with torch.inference_mode():
+                while not self._closing:
+                    self._drain_mailbox(wait=not self._loop.has_work)
+                    self._loop.step()
             self._stop("The engine was closed.")
         except BaseException as error:
             log.exception("the engine loop failed")

@@ -30,7 +30,6 @@ class ModelRunner:
         self.cache = cache
         self.pool = pool
 
-    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self.sync_blocks()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)

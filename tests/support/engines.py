@@ -1,0 +1,75 @@
+"""Real engines over tiny random models: every part is the product's own, only the weights are small."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache.spec import KVCacheSpec
+from engine.loader import KV_DTYPES, assemble
+from engine.local import LocalEngine, QueueStream
+from engine.models.registry import DecoderModel, load_model
+from engine.protocol import Event, GenerateRequest
+from engine.tokenizer import ChatTokenizer
+from tests.support.tiny_models import save_safetensors, tiny_model
+from tests.support.tiny_tokenizer import chat_tokenizer
+
+
+@cache
+def loaded_model(kind: str = "llama", seed: int = 0, vocab_size: int = 271, context: int = 512) -> DecoderModel:
+    """A tiny model in float32, loaded by the product's own loader."""
+    torch.set_num_threads(1)  # on matrices this small a second thread only waits
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(kind, seed, vocab_size=vocab_size, max_position_embeddings=context)
+        return load_model(save_safetensors(model, Path(folder)), torch.device("cpu"), "float32")
+
+
+class RecordingEngine(LocalEngine):
+    """Remembers the requests it was given, so that a test can run the same prompt again elsewhere."""
+
+    requests: list[GenerateRequest]
+
+    def generate(self, request: GenerateRequest) -> QueueStream:
+        self.requests.append(request)
+        return super().generate(request)
+
+
+def tiny_engine(
+    *,
+    kind: str = "llama",
+    template: str | None = None,
+    tokenizer: ChatTokenizer | None = None,
+    blocks: int | None = None,
+    context: int = 512,
+    name: str = "tiny",
+    **config: Any,
+) -> RecordingEngine:
+    """A started engine; `blocks` is the size of the pool (null block included)."""
+    tokenizer = tokenizer or chat_tokenizer(template)
+    model = loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
+    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
+    if blocks is not None:
+        spec = KVCacheSpec(
+            model.config.num_layers,
+            model.config.num_kv_heads,
+            model.config.head_dim,
+            settings["block_size"],
+            KV_DTYPES[settings["kv_format"]],
+        )
+        settings["kv_budget"] = blocks * spec.block_bytes
+    configuration = EngineConfig(data_dir=Path("unused"), **settings)
+    engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name))
+    engine.requests = []
+    engine.start()
+    engine.wait_ready(30)
+    return engine
+
+
+def run(engine: LocalEngine, request: GenerateRequest) -> list[Event]:
+    """All events of one request."""
+    return list(engine.generate(request))
