@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engine.errors import InvalidRequest
 
@@ -17,6 +18,7 @@ _OPEN, _CLOSE, _SLOT, _SLOT_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdd4]")
 _SLOTS = re.compile(f"{_SLOT}([0-9]+){_SLOT_END}")
 _THINK_END = "</think>"
+_MARKED_KEPT = 2048
 
 RenderTexts = Callable[[Sequence[str]], str]
 """Renders the conversation with these contents in place of its own."""
@@ -48,7 +50,7 @@ def render_chat(
 
     Regions are in the order of the text; contents that can't be told apart from what the template wrote have none.
     """
-    marked = [control_tokens.sub(f"{_OPEN}\\g<0>{_CLOSE}", _NONCHARACTERS.sub("", text)) for text in contents]
+    marked = [_mark(control_tokens, text) for text in contents]
     full_render = generation_prompt or render
     text = full_render(marked)
     regions = tuple(_align(text, marked, full_render))
@@ -57,6 +59,11 @@ def render_chat(
     if _OPEN not in text and _CLOSE not in text:
         return RenderedChat(text, regions, ())
     return _unmark(text, regions)
+
+
+@lru_cache(_MARKED_KEPT)
+def _mark(control_tokens: re.Pattern[str], content: str) -> str:
+    return control_tokens.sub(f"{_OPEN}\\g<0>{_CLOSE}", _NONCHARACTERS.sub("", content))
 
 
 def _align(text: str, contents: list[str], render: RenderTexts) -> Iterator[Region]:

@@ -250,16 +250,22 @@ class ChatTokenizer:
         typed = {position for literal in literals for position in range(*literal)}
         cuts = [match.start() + start for match in self._vocabulary.cut_pattern.finditer(chat.text[start:end])]
         edges = [start, *(cut for cut in cuts if cut > start and cut not in typed), end]
-        first_token, token_ends = len(ids), []
+        firsts, ends = [], []
         for left, right in pairwise(edges):
             inside = tuple((a - left, b - left) for a, b in literals if left <= a < right)
             segment_ids, segment_ends = self._vocabulary.encode_segment(chat.text[left:right], inside, left == 0)
+            firsts.append(len(ids))
+            ends.append(segment_ends)
             ids += segment_ids
-            token_ends += [left + offset for offset in segment_ends]
+
+        def token_behind(position: int) -> int:
+            """The first token that ends behind a character position of the chat."""
+            segment = max(bisect_right(edges, position, hi=len(firsts)) - 1, 0)
+            return firsts[segment] + bisect_right(ends[segment], position - edges[segment])
+
         for region in regions:
-            opening = closing = first_token + bisect_right(token_ends, region.start)
-            if region.end > region.start:
-                closing = min(first_token + bisect_right(token_ends, region.end - 1) + 1, len(ids))
+            opening = token_behind(region.start)
+            closing = opening if region.end == region.start else min(token_behind(region.end - 1) + 1, len(ids))
             spans.append(Span(region.message, opening, closing))
 
 

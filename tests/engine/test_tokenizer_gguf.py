@@ -24,7 +24,7 @@ SAMPLE = "Hello  world 12345 don't\n\n日本 x=1"
 TEXTS = [SAMPLE, "getName(x);\n\nif (a12 == 3456)\r\n  toString() it's I'LL", "  a\t b\n \n c", "ÀÉ世界 12 ok", ""]
 CODE = (
     "def getName(userName):\n    return toString(userName);\n\n\nfor (int i = 0; i < 1234; i++) {\n};\n it's don't "
-    "we'll THE END parseInt('12345') 678 90 2024 2023 1999 camelCase HTTPServer, ok.\n\nYes!\n\n日本語 世界 été naïve\r\n"
+    "we'll THE END parseInt('12345') 678 90 2024 2023 1999 camelCase HTTPServer.\n\nYes!\n\n日本語 世界 été naïve\r\n"
 )
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
 
