@@ -295,7 +295,9 @@ class ChatService:
         message_ids += [None] * (len(messages) - len(message_ids))
         limit = self._context_limit()
         reserve = min(params.max_tokens or limit, limit // REPLY_SHARE)
-        first_kept = message_ids.index(session.first_kept_id) if session.first_kept_id in message_ids else None
+        # None in this list stands for text that is not stored yet, not for a session that has dropped nothing.
+        kept_id = session.first_kept_id
+        first_kept = message_ids.index(kept_id) if kept_id is not None and kept_id in message_ids else None
         date = datetime.fromisoformat(session.prompt_date)
         fitted = fit_prompt(self.engine.tokenizer, messages, date, limit, reserve, first_kept)
         return _Plan(fitted, tuple(message_ids), params)

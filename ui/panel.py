@@ -23,6 +23,8 @@ from ui.chat import ChatService
 PROBE_POSITIONS = 10
 READ_EVERY_S = 0.3
 IDLE_READ_EVERY_S = 1.5
+STALE_AFTER_S = 5.0
+"""A reading this old is from before the page was opened or came back: better nothing for a moment."""
 KEPT_READINGS = 64
 log = logging.getLogger("kvscope.panel")
 
@@ -44,6 +46,7 @@ class _Slot:
     number: int | None = None
     read_at: float = 0.0
     asked: bool = False
+    running: bool = False
 
 
 @dataclass(slots=True)
@@ -63,9 +66,12 @@ class PanelSource:
         with self._lock:
             slot = self._slots.setdefault(selection, _Slot())
             self._slots.move_to_end(selection)
-            if not slot.asked and time.monotonic() - slot.read_at >= every:
-                slot.asked = True
+            age = time.monotonic() - slot.read_at
+            if not slot.asked and (age >= every or running != slot.running):
+                slot.asked, slot.running = True, running
                 self._pool.submit(self._read_into, slot, selection)
+            if age > STALE_AFTER_S:
+                return None
             while len(self._slots) > KEPT_READINGS:
                 self._slots.popitem(last=False)
             if slot.number is None or slot.number == since:

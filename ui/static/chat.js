@@ -17,6 +17,7 @@ export class ChatLog {
     this.blocks = [];
     this.turn = null;
     this.pinned = true;
+    this.lastTop = 0;
     this.thread = h("div", { class: "thread" });
     this.welcome = this.buildWelcome();
     this.endButton = iconButton("down", "To the newest message", () => this.follow(), { class: "icon-button to-end" });
@@ -27,6 +28,8 @@ export class ChatLog {
 
   fill(element) {
     element.replaceChildren(this.log, this.endButton);
+    // Messages off screen have estimated heights; once they are drawn, the end is somewhere else.
+    new ResizeObserver(() => this.keepAtEnd()).observe(this.thread);
   }
 
   buildWelcome() {
@@ -44,6 +47,7 @@ export class ChatLog {
     this.blocks = [];
     this.turn = null;
     this.pinned = true;
+    this.lastTop = 0;
     this.thread.replaceChildren();
     this.welcome.hidden = true;
     this.log.classList.toggle("opening", this.page.session !== null);
@@ -182,9 +186,9 @@ export class ChatLog {
       button("fork", "Fork the chat from here", () => page.fork(page.session, entry.id), false),
       button("trash", "Delete this message and what follows", () => this.remove(entry)),
     ];
-    parts.push(h("span", { class: "acts" }, ...buttons.filter(Boolean)));
     const notes = this.notes(entry);
     if (notes) parts.push(h("span", { class: "notes" }, notes));
+    parts.push(h("span", { class: "acts" }, ...buttons.filter(Boolean)));
     return parts;
   }
 
@@ -269,16 +273,16 @@ export class ChatLog {
 
   scrolled() {
     const { scrollHeight, scrollTop, clientHeight } = this.log;
-    this.pinned = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+    const up = scrollTop < this.lastTop - 2;
+    // Growing text moves the end away without anybody scrolling: only a move upwards lets go of it.
+    if (scrollHeight - scrollTop - clientHeight < NEAR_END_PX) this.pinned = true;
+    else if (up) this.pinned = false;
+    this.lastTop = scrollTop;
     this.endButton.classList.toggle("shown", !this.pinned);
   }
 
   keepAtEnd() {
-    if (!this.pinned) return;
-    const go = () => { this.log.scrollTop = this.log.scrollHeight; };
-    go();
-    // Messages off screen have estimated heights; once drawn, the end is somewhere else.
-    requestAnimationFrame(() => { if (this.pinned) go(); });
+    if (this.pinned) this.log.scrollTop = this.log.scrollHeight;
   }
 
   follow() {

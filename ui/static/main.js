@@ -105,6 +105,7 @@ class Page {
     if (!running) {
       this.listedAt = 0;
       this.composer.preview();
+      this.panel.expect();
     }
   }
 

@@ -86,11 +86,16 @@ export class LivePanel {
     return this.visible() && !this.fresh;
   }
 
+  // Something has happened that the next reading will show.
+  expect() {
+    this.fresh = false;
+  }
+
   // Another chat: what is known of model and memory stays until its own reading is there.
   clear() {
     const empty = { keep: 0, add: [] };
     this.draw({ turn: null, cache: null, blocks: empty, head: empty, tail: empty });
-    this.fresh = false;
+    this.expect();
   }
 
   draw(changes) {
