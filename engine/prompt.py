@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Protocol
 
 from engine.errors import ContextOverflow
 from engine.protocol import ChatMessage, Prompt, Span
-from engine.tokenizer import ChatTokenizer
 
 _SHARE_AFTER_DROP = 0.75
+
+
+class ConversationRenderer(Protocol):
+    """What is needed of a `ChatTokenizer` here."""
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        date: datetime,
+        add_generation_prompt: bool = True,
+        continue_last: bool = False,
+    ) -> Prompt: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ def effective_max_tokens(prompt_len: int, limit: int, max_tokens: int | None) ->
 
 
 def fit_prompt(
-    tokenizer: ChatTokenizer,
+    tokenizer: ConversationRenderer,
     messages: Sequence[ChatMessage],
     date: datetime,
     context_limit: int,
@@ -78,7 +90,7 @@ def _turn_starts(messages: Sequence[ChatMessage], head: int) -> list[int]:
 
 
 def _first_that_fits(
-    tokenizer: ChatTokenizer,
+    tokenizer: ConversationRenderer,
     messages: Sequence[ChatMessage],
     date: datetime,
     head: int,
@@ -99,7 +111,7 @@ def _first_that_fits(
 
 
 def _render_from(
-    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], date: datetime, head: int, start: int
+    tokenizer: ConversationRenderer, messages: Sequence[ChatMessage], date: datetime, head: int, start: int
 ) -> Prompt:
     continued = messages[-1].role == "assistant"
     prompt = tokenizer.render([*messages[:head], *messages[start:]], date, not continued, continue_last=continued)

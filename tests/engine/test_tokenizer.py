@@ -150,7 +150,5 @@ def test_threads_share_one_tokenizer():
     texts = [f"Hello {n} <|im_end|> 世界" for n in range(50)]
     expected = [(tokenizer.encode(t), tokenizer.encode(t, control_tokens=False)) for t in texts]
     with ThreadPoolExecutor(8) as pool:
-        found = list(
-            pool.map(lambda t: (tokenizer.encode(t), tokenizer.encode(t, control_tokens=False)), texts * 4)
-        )
+        found = list(pool.map(lambda t: (tokenizer.encode(t), tokenizer.encode(t, control_tokens=False)), texts * 4))
     assert found == expected * 4
