@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.errors import InvalidRequest
+from engine.token_bytes import well_formed
 
 # Unicode noncharacters: no text uses them, no template looks for them, and trimming leaves them alone.
 _OPEN, _CLOSE, _SLOT, _SLOT_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
@@ -63,7 +64,7 @@ def render_chat(
 
 @lru_cache(_MARKED_KEPT)
 def _mark(control_tokens: re.Pattern[str], content: str) -> str:
-    return control_tokens.sub(f"{_OPEN}\\g<0>{_CLOSE}", _NONCHARACTERS.sub("", content))
+    return control_tokens.sub(f"{_OPEN}\\g<0>{_CLOSE}", _NONCHARACTERS.sub("", well_formed(content)))
 
 
 def _align(text: str, contents: list[str], render: RenderTexts) -> Iterator[Region]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class TokenBytes:
@@ -52,7 +53,7 @@ class TokenBytes:
     def _convert(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
-        token = self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
         if self._byte_level:
@@ -85,6 +86,11 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 _CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which JSON can bring in and UTF-8 can't hold; of the same length."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def decode_complete(data: bytes) -> str:

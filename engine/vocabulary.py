@@ -10,7 +10,7 @@ from functools import lru_cache
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from engine.token_bytes import TokenBytes, decode_complete
+from engine.token_bytes import TokenBytes, decode_complete, well_formed
 
 _SEGMENTS_KEPT = 8192
 _ALWAYS_SHOWN = ("<think>", "</think>")
@@ -47,10 +47,11 @@ class Vocabulary:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text that stands alone; names of control tokens in it become control tokens."""
         with self._lock:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self._backend.encode(well_formed(text), add_special_tokens=add_special_tokens).ids)
 
     def encode_literal(self, text: str, at_start: bool) -> Encoded:
         """Ids of ordinary text: no name in it becomes a control token. `at_start`: nothing stands before it."""
+        text = well_formed(text)
         with self._lock:
             self._backend.encode_special_tokens = True
             try:
@@ -72,6 +73,7 @@ class Vocabulary:
         Where a normaliser would alter the text, it is spelled in smaller pieces, down to single bytes. Empty if the
         vocabulary can't spell it.
         """
+        text = well_formed(text)
         wanted = text.encode()
         for pieces in ([text], list(text)):
             ids = [token_id for piece in pieces for token_id in self.encode_literal(piece, at_start=False)[0]]

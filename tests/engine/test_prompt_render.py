@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.detokenizer import Detokenizer
 from engine.errors import InvalidRequest
 from engine.protocol import ChatMessage
 from engine.tokenizer import ChatTokenizer
@@ -77,7 +78,7 @@ def test_without_stored_ids_the_prompt_is_transformers_own(pair, contents, syste
     assert prompt.token_ids == reference_ids(reference, messages, add_generation_prompt=prompted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(contents=st.lists(st.text(alphabet="ab \n世é<>/th|", min_size=0, max_size=12), min_size=1, max_size=5))
 def test_any_conversation_is_tokenised_as_by_transformers(pair, contents):
     tokenizer, reference = pair
@@ -235,3 +236,23 @@ def test_developer_counts_as_system():
     tokenizer = tiny.chat_tokenizer()
     messages = [ChatMessage("developer", "Be brief."), ChatMessage("user", "x")]
     assert tokenizer.render(messages, DAY).token_ids == tokenizer.render(chat(["x"], "Be brief."), DAY).token_ids
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_whatever_a_model_produced_stands_in_the_next_prompt(data):
+    """Also bytes that are no text, control tokens in mid-reply, half characters, and text cut by a stop string."""
+    tokenizer, _ = CHATML
+    detokenizer = Detokenizer(tokenizer, data.draw(st.sampled_from([(), ("a",), ("he", "\n")])))
+    for token_id in data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30)):
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    reply = ChatMessage("assistant", detokenizer.text, detokenizer.final_ids())
+    first = tokenizer.render(chat(["x"]), DAY).token_ids
+    prompt = tokenizer.render([*chat(["x"]), reply, ChatMessage("user", "y")], DAY).token_ids
+    assert prompt[: len(first) + len(reply.token_ids)] == first + reply.token_ids
+    behind = "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+    assert list(prompt[len(first) + len(reply.token_ids) :]) == tokenizer.encode(behind)
+
+
+CHATML = make("chatml")

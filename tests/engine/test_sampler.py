@@ -131,7 +131,7 @@ def test_greedy_takes_the_lowest_id_of_equals_and_else_the_argmax():
 )
 def test_draws_follow_the_exact_distribution(options):
     """Chi-square against the filtered softmax, over the token counter and over seeds."""
-    logits, count = rows(1, 5, 12, 1.5)[0], 2000
+    logits, count = rows(1, 5, 12, 1.5)[0], 1500
     ids, kept = candidates(logits, state(vocab=12, **options).params)
     shares = torch.softmax(kept.double(), 0).numpy()
     one_reply = state(vocab=12, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest, ModelFileError
+from engine.protocol import ChatMessage
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import ModelSource
 from tests.support import tiny_tokenizer as tiny
@@ -143,6 +145,15 @@ def test_a_person_can_pick_a_template():
     assert other.eos_ids == tokenizer.eos_ids | set(tokenizer.encode("<|eot_id|>"))
     with pytest.raises(InvalidRequest, match="nonesuch"):
         tokenizer.with_template("nonesuch")
+
+
+def test_lone_surrogates_and_senseless_ids_do_no_harm():
+    tokenizer = tiny.chat_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("a\ud83db")) == "a\ufffdb"
+    assert tokenizer.decode(tokenizer.encode_following("\udc00")) == "\ufffd"
+    message = ChatMessage("user", "\ud83d?")
+    assert "\ufffd?" in tokenizer.decode(tokenizer.render([message], datetime(2031, 1, 1)).token_ids)
+    assert tokenizer.decode([-1, 10**6, 2**40]) == ""
 
 
 def test_threads_share_one_tokenizer():
