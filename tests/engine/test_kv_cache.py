@@ -1,0 +1,83 @@
+"""The cache's tensors: size, growth that moves nothing, copies, reading back."""
+
+import pytest
+import torch
+
+from engine.kv_cache.cache import KVCache
+from engine.kv_cache.spec import KVCacheSpec
+
+CPU = torch.device("cpu")
+
+
+def make_cache(dtype=torch.float32, blocks_per_extent=3):
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=dtype)
+    return KVCache(spec, CPU, extent_bytes=blocks_per_extent * spec.block_bytes)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)])
+def test_size_of_a_token(dtype, size):
+    """The published figure: 16 layers, 8 KV heads of 64 in fp16 are 32 KiB a token."""
+    spec = KVCacheSpec(num_layers=16, num_kv_heads=8, head_dim=64, block_size=16, dtype=dtype)
+    assert spec.bytes_per_token == 2 * 16 * 8 * 64 * size
+    assert spec.block_bytes == 16 * spec.bytes_per_token
+    if size == 2:
+        assert spec.bytes_per_token == 32 * 1024
+
+
+def test_growth_keeps_blocks_where_they_are():
+    cache = make_cache()
+    assert (cache.capacity_blocks, cache.reserved_bytes) == (0, 0)
+    cache.grow(2)
+    assert cache.capacity_blocks == 3
+    address = cache.extents[0].data_ptr()
+    cache.extents[0].fill_(7)
+    cache.grow(7)
+    assert (cache.capacity_blocks, len(cache.extents)) == (9, 3)
+    assert cache.extents[0].data_ptr() == address and bool((cache.extents[0] == 7).all())
+    assert cache.reserved_bytes == sum(extent.nbytes for extent in cache.extents)
+    cache.grow(1)
+    assert cache.capacity_blocks == 9
+
+
+@pytest.mark.parametrize(("blocks", "left"), [(9, 9), (7, 9), (6, 6), (1, 3), (0, 0)])
+def test_shrink_gives_back_whole_extents_only(blocks, left):
+    cache = make_cache()
+    cache.grow(9)
+    cache.shrink(blocks)
+    assert cache.capacity_blocks == left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_read_follows_the_block_table(dtype):
+    cache = make_cache(dtype)
+    cache.grow(9)
+    for extent in cache.extents:
+        extent.fill_(float("nan"))
+    table = [8, 1, 5]
+    for position in range(10):
+        block = table[position // 4]
+        cache.extents[block // 3][block % 3, 1, 1, position % 4, 0] = position
+    rows = cache.read(table, layer=1, head=0, tensor="v", start=2, count=8)
+    assert rows.dtype == torch.float32
+    assert rows.tolist() == [[float(position)] * 4 for position in range(2, 10)]
+    assert cache.read(table, 0, 0, "k", 0, 0).shape == (0, 4)
+
+
+def test_copied_blocks_are_equal_in_all_layers():
+    cache = make_cache()
+    cache.grow(9)
+    for extent in cache.extents:
+        extent.copy_(torch.randn(extent.shape, generator=torch.Generator().manual_seed(0)))
+    expected = cache.extents[0][1].clone()
+    cache.copy_blocks([(1, 8)])
+    assert torch.equal(cache.extents[2][2], expected)
+
+
+def test_workspace_is_reused_and_counted():
+    cache = make_cache()
+    first = cache.workspace("gathered", (4, 10), torch.float32)
+    assert cache.workspace("gathered", (2, 10), torch.float32).data_ptr() == first.data_ptr()
+    assert cache.workspace_bytes >= first.nbytes
+    assert cache.workspace("gathered", (4, 10), torch.float16).dtype == torch.float16
+    cache.shrink(0)
+    assert cache.workspace_bytes == 0
