@@ -9,6 +9,7 @@ from __future__ import annotations
 import gradio as gr
 from fastapi import FastAPI
 
+from engine.sampling.params import SamplingParams
 from ui.chat import ChatService
 from ui.page_routes import add_page_routes, static_path
 from ui.theme import build_theme
@@ -105,17 +106,18 @@ def _side() -> None:
 
 def _settings() -> None:
     """The controls, in the order of `view_models.SETTINGS` after the system prompt. Kept per chat by the page."""
+    default = SamplingParams()
     with gr.Column(elem_id="kv-settings", min_width=0):
         controls = [
             gr.Textbox(label="System prompt", lines=4, max_lines=14, elem_id="kv-system",
                        placeholder="What the model should know or be in this chat"),
-            gr.Slider(0, 2, step=0.05, label="Temperature", info="0 always takes the likeliest token", elem_id="kv-temperature"),
-            gr.Slider(0, 200, step=1, label="Top-k", info="0 is off", elem_id="kv-top-k"),
-            gr.Slider(0, 1, step=0.01, label="Top-p", info="1 is off", elem_id="kv-top-p"),
-            gr.Slider(0, 1, step=0.01, label="Min-p", info="0 is off", elem_id="kv-min-p"),
-            gr.Slider(0.5, 2, step=0.01, label="Repetition penalty", info="1 is off", elem_id="kv-repetition"),
-            gr.Slider(-2, 2, step=0.05, label="Presence penalty", info="0 is off", elem_id="kv-presence"),
-            gr.Slider(-2, 2, step=0.05, label="Frequency penalty", info="0 is off", elem_id="kv-frequency"),
+            gr.Slider(0, 2, step=0.05, value=default.temperature, label="Temperature", info="0 always takes the likeliest token", elem_id="kv-temperature"),
+            gr.Slider(0, 200, step=1, value=default.top_k, label="Top-k", info="0 is off", elem_id="kv-top-k"),
+            gr.Slider(0, 1, step=0.01, value=default.top_p, label="Top-p", info="1 is off", elem_id="kv-top-p"),
+            gr.Slider(0, 1, step=0.01, value=default.min_p, label="Min-p", info="0 is off", elem_id="kv-min-p"),
+            gr.Slider(0.5, 2, step=0.01, value=default.repetition_penalty, label="Repetition penalty", info="1 is off", elem_id="kv-repetition"),
+            gr.Slider(-2, 2, step=0.05, value=default.presence_penalty, label="Presence penalty", info="0 is off", elem_id="kv-presence"),
+            gr.Slider(-2, 2, step=0.05, value=default.frequency_penalty, label="Frequency penalty", info="0 is off", elem_id="kv-frequency"),
             gr.Textbox(label="Max new tokens", placeholder="as many as fit", max_lines=1, elem_id="kv-max-tokens"),
             gr.Textbox(label="Seed", placeholder="a fresh one for each reply", max_lines=1, elem_id="kv-seed"),
             gr.Textbox(label="Stop strings", placeholder="one per line", lines=2, max_lines=6, elem_id="kv-stop-strings"),

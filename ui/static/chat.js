@@ -187,7 +187,7 @@ export class ChatLog {
       button("trash", "Delete this message and what follows", () => this.remove(entry)),
     ];
     const notes = this.notes(entry);
-    if (notes) parts.push(h("span", { class: "notes" }, notes));
+    if (notes) parts.push(h("span", { class: "notes", title: "Tokens of the reply, its speed, time to the first token, prompt tokens taken from the cache" }, notes));
     parts.push(h("span", { class: "acts" }, ...buttons.filter(Boolean)));
     return parts;
   }
@@ -198,8 +198,8 @@ export class ChatLog {
     if (stats) {
       notes.push(`${number(stats.generated_tokens)} tokens`);
       if (stats.decode_tokens_per_s) notes.push(`${stats.decode_tokens_per_s.toFixed(1)}/s`);
-      notes.push(`first after ${duration(stats.ttft_ms)}`);
-      notes.push(`${number(stats.reused_tokens)} of ${number(stats.reused_tokens + stats.computed_tokens)} prompt tokens reused`);
+      notes.push(`${duration(stats.ttft_ms)} to the first`);
+      notes.push(`${number(stats.reused_tokens)}/${number(stats.reused_tokens + stats.computed_tokens)} reused`);
     }
     if (entry.partial) notes.push("not finished");
     if (entry.finish) notes.push(FINISH[entry.finish] ?? entry.finish);
