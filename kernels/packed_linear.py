@@ -6,13 +6,15 @@ Each row is computed on its own, so a result does not depend on what else is in 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FP16_MAX = 65504.0
+# Largest weights between which float16 neither clips nor loses small ones; matrices outside are scaled into it.
+LOW, HIGH = 2.0**-3, 2.0**15
 
 
 @cache
@@ -27,11 +29,20 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.shape = weight.shape
         self.nbytes = 2 * weight.numel()
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(
-            weight.float().contiguous(), None if bias is None else bias.float()
-        )
+        weight = weight.float().contiguous()
+        self._scale = _power_of_two_scale(float(weight.abs().amax()))
+        if self._scale != 1.0:
+            weight = weight / self._scale
+        bias = None if bias is None else bias.float() / self._scale
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [T, in] -> float32 [T, out]."""
         result: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return result
+        return result if self._scale == 1.0 else result.mul_(self._scale)
+
+
+def _power_of_two_scale(largest: float) -> float:
+    if largest == 0 or LOW <= largest <= HIGH or not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** math.floor(math.log2(largest))

@@ -114,10 +114,7 @@ class WeightLoader:
         bias = self._bias(names, [len(matrix) for matrix in matrices])
         if self.format.packed:
             weight = torch.cat([matrix.float() for matrix in matrices]) if len(matrices) > 1 else matrices[0].float()
-            if float(weight.abs().amax()) <= packed_linear.FP16_MAX:
-                return packed_linear.PackedLinear(weight, bias)
-            # Values that float16 can't hold would be clipped; this matrix keeps full precision.
-            return PlainLinear(_own(weight, self.device, torch.float32), bias, self.operations)
+            return packed_linear.PackedLinear(weight, bias)
         parts = [matrix.to(self.device, self.format.dtype) for matrix in matrices]
         weight = torch.cat(parts) if len(parts) > 1 else _own(parts[0], self.device, self.format.dtype)
         return PlainLinear(weight, bias, self.operations)

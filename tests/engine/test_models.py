@@ -121,7 +121,7 @@ def test_quantised_gguf_equals_its_dequantised_weights(quant, dtype, tmp_path):
 
 def test_a_used_window_is_refused_beyond_its_length(tmp_path):
     save_safetensors(tiny_model("mistral", sliding_window=64), tmp_path)
-    with pytest.raises(ModelFileError, match="sliding window of 64 tokens.*--max-seq-len 64"):
+    with pytest.raises(ModelFileError, match=r"sliding window of 64 tokens.*--max-seq-len 64"):
         load_model(tmp_path, CPU, "float32")
     assert load_model(tmp_path, CPU, "float32", max_seq_len=64).config.sliding_window == 64
 

@@ -19,6 +19,16 @@ def test_product_equals_float32_over_rounded_weights(rows, has_bias):
     torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [1e-7, 1.0, 1e7])
+def test_any_range_of_weights_keeps_its_digits(factor):
+    """Unscaled, float16 makes zero of the small ones and clips the large ones."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(32, 64, generator=generator), torch.randn(3, 64, generator=generator)
+    bias = torch.randn(32, generator=generator)
+    result = packed_linear.PackedLinear(weight * factor, bias * factor)(x)
+    torch.testing.assert_close(result / factor, x @ weight.T + bias, atol=0.02, rtol=1e-3)
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     generator = torch.Generator().manual_seed(0)
     linear = packed_linear.PackedLinear(torch.randn(64, 48, generator=generator), None)

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def make_metadata(items: Sequence[tuple[int, int, list[int]]], block_size: int = BLOCK_SIZE) -> AttentionMetadata:
-    """Metadata of sequences given as (tokens in the cache before, tokens of this step, block table); all rows wanted."""
+    """Metadata of sequences given as (tokens cached before, tokens of this step, block table); all rows wanted."""
     positions = [p for start, count, _ in items for p in range(start, start + count)]
     slots = [
         table[p // block_size] * block_size + p % block_size
