@@ -54,7 +54,14 @@ class FakeTokenizer:
     def token_text(self, token_id: int) -> str:
         return self._pieces[token_id]
 
-    def render(self, messages: Sequence[ChatMessage], date: datetime, add_generation_prompt: bool = True) -> Prompt:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        date: datetime,
+        add_generation_prompt: bool = True,
+        *,
+        continue_last: bool = False,
+    ) -> Prompt:
         ids: list[int] = []
         spans: list[Span] = []
         for index, message in enumerate(messages):

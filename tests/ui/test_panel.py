@@ -1,0 +1,100 @@
+"""The live panel: its numbers are the engine's, arrive while tokens do, and never bring the chat along."""
+
+import time
+
+from ui.panel import Selection
+
+
+def with_panel(page, **query):
+    """Poll until a reading has arrived."""
+    for _ in range(200):
+        if "panel" in page.poll(panel=True, **query):
+            return page.panel
+        time.sleep(0.01)
+    raise AssertionError("no reading arrived")
+
+
+def test_sections_show_what_the_engine_says(page):
+    page.send("Hello there")
+    page.until_idle()
+    panel = with_panel(page)
+    cached = len(page.chat.engine.caches[page.session])
+    assert panel["cache"]["cache_pos"] == cached
+    assert sum(count for _, _, count, _ in panel["blocks"]) == cached
+    assert [row[0] for row in panel["head"]] == list(range(10))
+    assert [row[0] for row in panel["tail"]] == list(range(cached - 10, cached))
+    assert len(panel["head"][0]) == 4 + 10 and panel["head"][1][2] == "Hello "
+    assert panel["turn"]["finish_reason"] == "stop" and panel["turn"]["seed"] == 4242
+    assert panel["turn"]["max_new_tokens"] == 2048 - panel["turn"]["prompt_tokens"]
+    assert panel["memory"]["weights"] == 141 << 20
+
+
+def test_effective_max_new_tokens_follow_the_setting(page):
+    page.send("Hello", params={"max_tokens": 5})
+    page.until_idle()
+    assert with_panel(page)["turn"]["max_new_tokens"] == 5
+
+
+def test_an_edit_shows_the_miss_with_both_tokens(page):
+    page.send("Hello big world")
+    page.until_idle()
+    page.act("edit", message=page.messages[0]["id"], content="Hello small world")
+    page.until_idle()
+    miss = with_panel(page)["turn"]["miss"]
+    assert miss["cause"] == "edit" and (miss["cached_text"], miss["wanted_text"]) == ("big ", "small ")
+
+
+def test_selection_is_followed_and_kept_within_the_model(page):
+    page.send("Hello there")
+    page.until_idle()
+    first = with_panel(page)["head"]
+    assert with_panel(page, layer=3, head=1)["head"] != first
+    page.chat.engine.capabilities()
+    reading = page.chat.engine.probe(page.session, _query(29, 2))
+    wanted = [round(value, 3) for value in reading[0]["values"]]
+    assert with_panel(page, layer=999, head=999)["head"][0][4:] == wanted
+
+
+def _query(layer: int, head: int):
+    from engine.protocol import ProbeQuery
+
+    return ProbeQuery("k", layer, head, 0, 10, 10)
+
+
+def test_a_chat_not_stored_yet_has_model_and_memory(page):
+    panel = with_panel(page)
+    assert panel["model"]["bytes_per_token"] == 23040 and panel["cache"] is None and panel["blocks"] == []
+
+
+def test_readings_arrive_during_a_reply_without_the_chat(page):
+    for number in range(4):
+        page.send(f"Earlier {number}")
+        page.until_idle()
+    page.chat.engine.rate = 60.0
+    page.send("Hello")
+    page.poll()
+    seen = []
+    while page.running:
+        answer = page.poll(panel=True)
+        if "panel" in answer and page.running:
+            assert "branch" not in answer and "sessions" not in answer
+            seen.append(answer["panel"]["id"])
+        time.sleep(0.02)
+    assert len(set(seen)) >= 2 and seen == sorted(seen)
+
+
+def test_a_closed_panel_is_not_computed(page, monkeypatch):
+    asked = []
+    monkeypatch.setattr(page.chat.engine, "inspect", lambda session_id: asked.append(session_id))
+    page.send("Hello")
+    page.until_idle()
+    assert asked == []
+
+
+def test_a_second_page_can_start_from_any_reading(page):
+    page.send("Hello there")
+    page.until_idle()
+    with_panel(page)
+    tab = page.open(page.session)
+    assert with_panel(tab)["blocks"] == page.panel["blocks"]
+    assert Selection(page.session) == Selection(page.session, "k", 0, 0)

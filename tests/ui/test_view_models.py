@@ -1,0 +1,83 @@
+"""What the page shows, from stored data."""
+
+from sessions.models import COMPLETE, FAILED, PARTIAL, Branch, Message
+from ui import view_models
+
+STATS = {"generated_tokens": 3, "decode_tokens_per_s": 9.5, "ttft_ms": 12.0, "reused_tokens": 4, "computed_tokens": 2,
+         "seed": 1, "session_id": "s", "miss": None}  # fmt: skip
+
+
+def message(id: str, role: str = "assistant", content: str = "Hi", status: str = COMPLETE, **more) -> Message:
+    values = {"finish_reason": None, "error": None, "token_ids": None, "params": {}, "model": None} | more
+    return Message(id=id, session_id="s", parent_id=None, role=role, content=content, status=status, created_at="", **values)  # fmt: skip
+
+
+def entry(item: Message, siblings: tuple[str, ...] = (), live: str | None = None) -> dict:
+    branch = Branch((item,), {item.id: siblings or (item.id,)})
+    return view_models.message_entries(branch, {item.id: STATS}, live)[0]
+
+
+def test_user_text_stays_text_and_replies_are_html():
+    assert entry(message("u", "user", "<b>*x*"))["text"] == "<b>*x*"
+    assert entry(message("a", content="*x*"))["html"] == "<p><em>x</em></p>\n"
+
+
+def test_versions_and_their_neighbours():
+    middle = entry(message("b"), ("a", "b", "c"))
+    assert (middle["version"], middle["versions"], middle["previous"], middle["next"]) == (2, 3, "a", "c")
+    first = entry(message("a"), ("a", "b"))
+    assert "previous" not in first and first["next"] == "b"
+
+
+def test_a_running_reply_carries_no_text():
+    assert entry(message("a", status=PARTIAL), live="a") == {
+        "id": "a", "role": "assistant", "version": 1, "versions": 1, "live": True,
+    }  # fmt: skip
+
+
+def test_how_a_reply_ended_is_told():
+    assert entry(message("a", status=FAILED, error="Broken."))["error"] == "Broken."
+    assert entry(message("a", finish_reason="length"))["finish"] == "length"
+    assert "finish" not in entry(message("a", finish_reason="stop"))
+    assert entry(message("a"))["stats"] == {name: STATS[name] for name in view_models.SHOWN_STATS}
+
+
+def test_settings_are_filled_with_defaults():
+    values = view_models.settings({"temperature": 0, "stop": "###"})
+    assert list(values) == list(view_models.SETTINGS)
+    assert (values["temperature"], values["stop"], values["top_p"], values["seed"]) == (0, ["###"], 0.95, None)
+    assert view_models.settings({"max_completion_tokens": 5})["max_tokens"] == 5
+
+
+def test_the_price_of_a_token_adds_up():
+    capabilities = {"kv_format": "fp16", "num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "bytes_per_token": 23040}
+    section = view_models.model_section(capabilities)
+    assert section["formula"] == "2 × 30 layers × 3 KV heads × 64 × 2 B"
+    assert 2 * 30 * 3 * 64 * 2 == section["bytes_per_token"]
+
+
+def test_a_miss_names_both_tokens():
+    miss = {"position": 7, "cause": "edit", "cached_token": 1, "wanted_token": None, "tokens_lost": 30}
+    section = view_models.turn_section(STATS | {"miss": miss}, False, 99, lambda token_id: f"<{token_id}>")
+    assert section["miss"] == miss | {"cached_text": "<1>", "wanted_text": None}
+    assert section["max_new_tokens"] == 99 and "session_id" not in section
+
+
+def test_only_changed_sections_travel():
+    old = {"memory": {"a": 1}, "turn": None, "blocks": [[1, 0, 16, 1], [2, 16, 3, 1]], "head": [[0, "x"]]}
+    new = {"memory": {"a": 1}, "turn": {"b": 2}, "blocks": [[1, 0, 16, 1], [2, 16, 9, 1], [3, 32, 1, 1]], "head": []}
+    assert view_models.changed_sections(old, new) == {
+        "turn": {"b": 2},
+        "blocks": {"keep": 1, "add": [[2, 16, 9, 1], [3, 32, 1, 1]]},
+        "head": {"keep": 0, "add": []},
+    }
+    assert view_models.changed_sections({}, {"turn": None, "blocks": []}) == {
+        "turn": None,
+        "blocks": {"keep": 0, "add": []},
+    }
+
+
+def test_signatures_name_values():
+    assert view_models.signature({"a": 1, "b": [2]}) == view_models.signature({"b": [2], "a": 1})
+    assert view_models.signature({"a": 1}) != view_models.signature({"a": 2})
+    assert view_models.signature("half \ud800") == view_models.signature("half \ud800")
