@@ -152,10 +152,12 @@ def _sha256(file: BufferedReader) -> str:
 
 
 def _bytes_below(folder: Path) -> int:
+    """Size of what is there now; files and folders may vanish meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.stat().st_size
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(root, name)).st_size
     return total
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import sys
+import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +187,25 @@ def test_a_hub_name_takes_only_what_a_model_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path / "snapshot"))
     with pytest.raises(ModelFileError, match="org/some-model"):
         resolve("org/some-model", tmp_path)
+
+
+def test_counting_a_download_survives_folders_that_vanish(tmp_path):
+    """The index client removes its scratch folders while their size is taken."""
+    stop = threading.Event()
+
+    def come_and_go():
+        while not stop.is_set():
+            (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "a" / "b" / "file").write_bytes(b"xx")
+            shutil.rmtree(tmp_path / "a")
+
+    worker = threading.Thread(target=come_and_go)
+    worker.start()
+    try:
+        assert all(download._bytes_below(tmp_path) in (0, 2) for _ in range(3000))
+    finally:
+        stop.set()
+        worker.join()
 
 
 def test_terminal_bar_counts_bytes(capsys):
