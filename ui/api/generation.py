@@ -112,6 +112,7 @@ async def with_first_event(events: AsyncIterator[Indexed]) -> AsyncIterator[Inde
     """The same events, once the first is there: what is wrong with a request shows before the answer begins."""
     first = await anext(events)
     if isinstance(first[1], Failed):
+        await events.aclose()  # type: ignore[attr-defined]
         raise first[1].error
 
     async def again() -> AsyncIterator[Indexed]:

@@ -73,7 +73,7 @@ def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelName
         if body.get("session_id") is not None:
             return await _session_completion(request, chat, shape, messages, body)
         call = _read_call(body, SamplingParams(), _chat_logprobs(body))
-        prompt_ids = await asyncio.to_thread(_render, chat, messages)
+        prompt_ids = await asyncio.to_thread(render_stateless, chat, messages)
         events = stateless_events(chat.engine, prompt_ids, seeded(call.params, call.choices))
         return await _answer(request, shape, call, events)
 
@@ -145,8 +145,6 @@ async def _chunks(shape: Shape, call: _Call, events: AsyncIterator[Indexed]) -> 
 
 def _read_call(body: dict[str, Any], base: SamplingParams, top_logprobs: int | None) -> _Call:
     settings = {name: body[name] for name in SETTINGS if name in body}
-    if body.get(LIMIT_ALIAS) is not None or body.get("max_tokens") is not None:
-        settings = {name: value for name, value in settings.items() if value is not None}
     params = parse_params({**settings, "top_logprobs": top_logprobs}, base)
     choices = optional(body, "n", int, 1)
     if not 1 <= choices <= MAX_CHOICES:
@@ -186,7 +184,7 @@ def _checked_model(chat: ChatService, body: dict[str, Any], models_on_disk: Mode
     raise ModelUnknown(f"There is no model {wanted[:100]!r}; {loaded} is loaded.")
 
 
-def _render(chat: ChatService, messages: list[ChatMessage]) -> tuple[int, ...]:
+def render_stateless(chat: ChatService, messages: list[ChatMessage]) -> tuple[int, ...]:
     """Ids of a conversation that belongs to no session. A template may show the day, but no time: the cache's sake."""
     today = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     continued = messages[-1].role == "assistant"

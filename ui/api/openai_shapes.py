@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from ui.api.generation import Reply
 
 
 @dataclass(slots=True)
-class Shape:
-    """One answer's constant parts. Subclasses say what a choice looks like."""
+class Shape(ABC):
+    """One answer's constant parts; subclasses say what a choice looks like."""
 
     model: str
     prefix = ""
@@ -34,18 +35,21 @@ class Shape:
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head(self.chunk_object), "choices": choices}
 
+    @abstractmethod
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
-        raise AssertionError("subclasses say this")
+        """A choice of a whole answer."""
 
+    @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """A choice's first chunk, if it has one before its first text."""
-        raise AssertionError("subclasses say this")
 
+    @abstractmethod
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        raise AssertionError("subclasses say this")
+        """New text of a choice."""
 
+    @abstractmethod
     def end(self, index: int, finish_reason: str) -> dict[str, Any]:
-        raise AssertionError("subclasses say this")
+        """A choice's last chunk."""
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
