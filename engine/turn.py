@@ -103,7 +103,11 @@ class ActiveTurn:
         return Failed(error, self.meter.stats(self.sequence.cache_pos, "error"))
 
     def settle(self, history: tuple[int, ...]) -> None:
-        """Make `history` the sequence's ids and cut the cache to what both share."""
+        """Cut the cache to what it shares with `history`; of the rest, the sequence keeps the one token to run next.
+
+        More than one is left over when a turn was stopped before its prompt was run, or when bytes that form no
+        character were turned into text: the next prompt brings them again.
+        """
         cached = self.sequence.token_ids[: self.sequence.cache_pos]
         self.sequence.truncate(common_prefix_len(cached, history))
-        self.sequence.set_tokens(history)
+        self.sequence.set_tokens(history[: self.sequence.cache_pos + 1])

@@ -1,0 +1,163 @@
+"""The product's promise: whatever was done to a conversation, the next reply is that of a fresh run over the same ids.
+
+A state machine sends, edits, regenerates, undoes, forks, stops, deletes, switches branches and restarts, over real
+SQLite files and real engines on a pool so small that sessions evict each other. After every turn the same prompt runs
+on an engine with an empty cache: same ids, same log probabilities.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.protocol import Finished, GenerateRequest, TokenDelta
+from engine.sampling.params import SamplingParams
+from sessions.store import SessionStore
+from tests.support.engines import run, tiny_engine
+from ui.chat import ChatService
+from ui.turn import Turn
+
+TEXTS = st.sampled_from(
+    ["hi", "What is a cat?", "世界 é", "Tell me more, please.", "<|im_end|>", "  two  spaces ", "x" * 70]
+)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 0.9]),
+    seed=st.integers(0, 3),
+    max_tokens=st.integers(1, 9),
+    top_logprobs=st.just(2),
+    stop=st.sampled_from([(), ("e",)]),
+)
+FRESH = tiny_engine(context=160, max_seq_len=160)
+
+
+def logprobs(events) -> list[float]:
+    return [lp.logprob for event in events if isinstance(event, TokenDelta) for lp in event.logprobs]
+
+
+class Conversations(RuleBasedStateMachine):
+    sessions = Bundle("sessions")
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self._start()
+
+    def _start(self) -> None:
+        self.store = SessionStore(Path(self.folder.name) / "chats.db")
+        self.engine = tiny_engine(context=160, max_seq_len=160, blocks=70)
+        self.chat = ChatService(self.store, self.engine)
+
+    def teardown(self) -> None:
+        if hasattr(self, "chat"):
+            self._stop()
+            self.folder.cleanup()
+
+    def _stop(self) -> None:
+        self.chat.close()
+        self.engine.check_integrity()
+        self.engine.close()
+        self.store.close()
+
+    def _finish(self, turn: Turn) -> None:
+        """Wait for a turn, then hold it against a fresh run over the same ids."""
+        view = turn.wait(2**62, timeout_s=30)
+        assert view.done and view.error is None, view.error
+        request = self.engine.requests[-1]
+        FRESH._call(lambda: FRESH._steps().prefix_cache.evict(10_000))
+        fresh_request = GenerateRequest(request.prompt_ids, request.params)
+        events = run(FRESH, fresh_request)
+        fresh = events[-1]
+        assert isinstance(fresh, Finished) and fresh.stats.reused_tokens == 0
+        if view.finish_reason == "cancelled":
+            assert fresh.text.startswith(view.text)
+        else:
+            assert (view.token_ids, view.text) == (fresh.token_ids, fresh.text)
+            assert logprobs(turn._events) == pytest.approx(logprobs(events), abs=1e-3)
+        stored = self.store.message(turn.message_id)
+        assert (stored.content, stored.token_ids) == (view.text, view.token_ids)
+        report = self.engine.inspect(turn.session_id)
+        history = [*request.prompt_ids, *view.token_ids]
+        assert report["token_ids"] == history[: report["cache_pos"]]
+        # A turn stopped early may not have run all of its prompt; half characters leave the history as text.
+        if view.finish_reason != "cancelled" and "\ufffd" not in view.text:
+            assert report["cache_pos"] >= len(history) - 1
+        assert all(report["invariants"].values()), report["invariants"]
+
+    @rule(target=sessions, system=st.sampled_from(["", "Be brief."]))
+    def create(self, system: str) -> str:
+        return self.store.create(system_prompt=system).id
+
+    @rule(session=sessions, text=TEXTS, params=PARAMS)
+    def send(self, session: str, text: str, params: SamplingParams) -> None:
+        self._finish(self.chat.send(session, text, params))
+
+    @rule(session=sessions, text=TEXTS, params=PARAMS)
+    def send_and_stop(self, session: str, text: str, params: SamplingParams) -> None:
+        turn = self.chat.send(session, text, params)
+        self.chat.stop(session)
+        self._finish(turn)
+
+    @rule(session=sessions, text=TEXTS, params=PARAMS, data=st.data())
+    def edit(self, session: str, text: str, params: SamplingParams, data) -> None:
+        users = [message.id for message in self.store.branch(session).messages if message.role == "user"]
+        if users:
+            self._finish(self.chat.edit(session, data.draw(st.sampled_from(users)), text, params))
+
+    @rule(session=sessions, params=PARAMS)
+    def regenerate(self, session: str, params: SamplingParams) -> None:
+        if self.store.branch(session).messages:
+            self._finish(self.chat.regenerate(session, None, params))
+
+    @rule(session=sessions)
+    def undo(self, session: str) -> None:
+        if self.store.branch(session).messages:
+            self.chat.undo(session)
+
+    @rule(session=sessions, data=st.data())
+    def switch_branch(self, session: str, data) -> None:
+        branch = self.store.branch(session)
+        choices = [other for versions in branch.siblings.values() for other in versions]
+        if choices:
+            self.chat.select_branch(session, data.draw(st.sampled_from(choices)))
+
+    @rule(session=sessions, data=st.data())
+    def delete_message(self, session: str, data) -> None:
+        messages = self.store.branch(session).messages
+        if messages:
+            self.chat.delete_message(session, data.draw(st.sampled_from(messages)).id)
+
+    @rule(session=sessions, data=st.data())
+    def replace_reply(self, session: str, data) -> None:
+        replies = [message for message in self.store.branch(session).messages if message.role == "assistant"]
+        if replies:
+            self.chat.edit_reply(session, data.draw(st.sampled_from(replies)).id, "My own words.")
+
+    @rule(target=sessions, session=sessions)
+    def fork(self, session: str) -> str:
+        return self.chat.fork(session).id
+
+    @rule(session=sessions)
+    def change_system_prompt(self, session: str) -> None:
+        self.chat.update_session(session, {"system_prompt": "Be very brief."})
+
+    @rule()
+    def restart(self) -> None:
+        self._stop()
+        self._start()
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+
+TestConversations = Conversations.TestCase
+TestConversations.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
