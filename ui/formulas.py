@@ -20,15 +20,17 @@ MAX_DEPTH = 40
 INLINE_CLOSERS = {"$$": "$$", "\\(": "\\)", "\\[": "\\]"}
 # One dollar is a formula only where it can't be money: no blank inside the marks, no digit after the closing one.
 SINGLE_DOLLAR = re.compile(r"\$(?![\s$])((?:\\.|[^$\\\n])+?)(?<![\s\\])\$(?![\d$])")
-TAGS = frozenset(
+TAGS_LIST = (
     "math mrow mi mn mo ms mtext mspace mfrac msqrt mroot mstyle merror mpadded mphantom mfenced menclose msub msup "
-    "msubsup munder mover munderover mmultiscripts mprescripts none mtable mtr mtd mlabeledtr semantics".split()
+    "msubsup munder mover munderover mmultiscripts mprescripts none mtable mtr mtd mlabeledtr semantics"
 )
-ATTRIBUTES = frozenset(
+TAGS = frozenset(TAGS_LIST.split())
+ATTRIBUTES_LIST = (
     "display displaystyle scriptlevel mathvariant stretchy fence form separator accent accentunder linethickness "
     "columnalign rowalign columnlines rowlines columnspacing rowspacing width height depth lspace rspace minsize "
-    "maxsize movablelimits symmetric largeop notation".split()
+    "maxsize movablelimits symmetric largeop notation"
 )
+ATTRIBUTES = frozenset(ATTRIBUTES_LIST.split())
 PLAIN_VALUE = re.compile(r"[\w\s.%+-]{0,60}")
 
 

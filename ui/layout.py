@@ -14,8 +14,6 @@ from ui.chat import ChatService
 from ui.page_routes import add_page_routes, static_path
 from ui.theme import build_theme
 
-LANDMARKS = {"left": "kv-left", "main": "kv-main", "right": "kv-right"}
-
 
 def build_page(chat: ChatService) -> gr.Blocks:
     """The frame. What fills it comes from `GET /api/sessions/{id}/live`."""
@@ -85,9 +83,7 @@ def _conversation() -> None:
     _drawn("header", "kv-header")
     _drawn("chat", "kv-chat")
     with gr.Column(elem_id="kv-composer", min_width=0):
-        gr.Textbox(
-            placeholder="Message", show_label=False, container=False, lines=1, max_lines=10, elem_id="kv-prompt"
-        )
+        gr.Textbox(placeholder="Message", show_label=False, container=False, lines=1, max_lines=10, elem_id="kv-prompt")
         with gr.Row(elem_id="kv-composer-bar"):
             _drawn("preview", "kv-preview")
             stop = gr.Button("Stop", elem_id="kv-stop", size="sm", min_width=0)
@@ -104,24 +100,35 @@ def _side() -> None:
             _settings()
 
 
+SLIDERS = (
+    ("temperature", "Temperature", 0, 2, 0.05, "0 always takes the likeliest token"),
+    ("top_k", "Top-k", 0, 200, 1, "0 is off"),
+    ("top_p", "Top-p", 0, 1, 0.01, "1 is off"),
+    ("min_p", "Min-p", 0, 1, 0.01, "0 is off"),
+    ("repetition_penalty", "Repetition penalty", 0.5, 2, 0.01, "1 is off"),
+    ("presence_penalty", "Presence penalty", -2, 2, 0.05, "0 is off"),
+    ("frequency_penalty", "Frequency penalty", -2, 2, 0.05, "0 is off"),
+)
+
+
 def _settings() -> None:
     """The controls, in the order of `view_models.SETTINGS` after the system prompt. Kept per chat by the page."""
-    default = SamplingParams()
+    defaults = SamplingParams()
     with gr.Column(elem_id="kv-settings", min_width=0):
-        controls = [
-            gr.Textbox(label="System prompt", lines=4, max_lines=14, elem_id="kv-system",
-                       placeholder="What the model should know or be in this chat"),
-            gr.Slider(0, 2, step=0.05, value=default.temperature, label="Temperature", info="0 always takes the likeliest token", elem_id="kv-temperature"),
-            gr.Slider(0, 200, step=1, value=default.top_k, label="Top-k", info="0 is off", elem_id="kv-top-k"),
-            gr.Slider(0, 1, step=0.01, value=default.top_p, label="Top-p", info="1 is off", elem_id="kv-top-p"),
-            gr.Slider(0, 1, step=0.01, value=default.min_p, label="Min-p", info="0 is off", elem_id="kv-min-p"),
-            gr.Slider(0.5, 2, step=0.01, value=default.repetition_penalty, label="Repetition penalty", info="1 is off", elem_id="kv-repetition"),
-            gr.Slider(-2, 2, step=0.05, value=default.presence_penalty, label="Presence penalty", info="0 is off", elem_id="kv-presence"),
-            gr.Slider(-2, 2, step=0.05, value=default.frequency_penalty, label="Frequency penalty", info="0 is off", elem_id="kv-frequency"),
-            gr.Textbox(label="Max new tokens", placeholder="as many as fit", max_lines=1, elem_id="kv-max-tokens"),
+        hint = "What the model should know or be in this chat"
+        controls: list[gr.components.Component] = [
+            gr.Textbox(label="System prompt", lines=4, max_lines=14, placeholder=hint, elem_id="kv-system_prompt")
+        ]
+        for name, label, low, high, step, info in SLIDERS:
+            value = getattr(defaults, name)
+            controls.append(gr.Slider(low, high, value, step=step, label=label, info=info, elem_id=f"kv-{name}"))
+        controls += [
+            gr.Textbox(label="Max new tokens", placeholder="as many as fit", max_lines=1, elem_id="kv-max_tokens"),
             gr.Textbox(label="Seed", placeholder="a fresh one for each reply", max_lines=1, elem_id="kv-seed"),
-            gr.Textbox(label="Stop strings", placeholder="one per line", lines=2, max_lines=6, elem_id="kv-stop-strings"),
-        ]  # fmt: skip
+            gr.Textbox(
+                label="Stop strings", placeholder="one per line", lines=2, max_lines=6, elem_id="kv-stop_strings"
+            ),
+        ]
         _drawn("settings", "kv-settings-state")
     for control in controls:
         control.input(None, controls, None, js="(...values) => window.kvscope.settingsChanged(values)")

@@ -211,7 +211,8 @@ class LivePage:
         if view.stats is not None and not view.token_count:
             answer["prefill"] = [view.stats.cache_pos, view.stats.prompt_tokens]
         if turn.dropped:
-            answer["dropped"] = list(turn.dropped)
+            # The oldest messages of the branch: their number says which.
+            answer["dropped"] = len(turn.dropped)
         return answer
 
     def _panel(self, session_id: str | None, query: LiveQuery, had: Cursor, running: bool) -> dict[str, Any] | None:

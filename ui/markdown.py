@@ -1,4 +1,4 @@
-"""A reply's Markdown as safe HTML. What a model wrote is data: no raw HTML, no images, no styles, no foreign classes."""
+"""A reply's Markdown as safe HTML. What a model wrote is data: no raw HTML, images, styles or classes of its own."""
 
 from __future__ import annotations
 

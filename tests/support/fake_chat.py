@@ -28,7 +28,8 @@ from sessions.store import SessionStore
 from ui.chat import ChatService
 
 REPLY = (
-    "The **KV cache** keeps one key and one value vector per layer for every token, so a new message costs only its own.\n\n"
+    "The **KV cache** keeps one key and one value vector per layer for every token, so that a new message"
+    " costs only its own.\n\n"
     "- `cache_pos` says how far it is filled\n- blocks hold 16 tokens each\n\n"
     "```python\ndef append(cache, k, v, pos):\n    cache.keys[pos] = k  # in place\n    return pos + 1\n```\n\n"
     "With $L$ layers the price is $$2 \\cdot L \\cdot h \\cdot d \\cdot b$$ bytes per token.\n\n"
@@ -182,8 +183,16 @@ class FakeEngine:
         for position in range(query.start, min(query.start + query.count, len(ids))):
             phase = position * 0.7 + query.layer + 3 * query.head + (query.tensor == "v")
             values = [round(2 * math.sin(phase + 1.3 * dim), 6) for dim in range(query.dims)]
-            rows.append({"position": position, "token_id": ids[position], "token": self.tokenizer.token_text(ids[position]),
-                         "values": values, "norm": 8.0 + math.sin(phase)})  # fmt: skip
+            token_id = ids[position]
+            rows.append(
+                {
+                    "position": position,
+                    "token_id": token_id,
+                    "token": self.tokenizer.token_text(token_id),
+                    "values": values,
+                    "norm": 8.0 + math.sin(phase),
+                }
+            )
         return rows
 
     def memory(self) -> dict[str, Any]:
@@ -202,8 +211,8 @@ class FakeEngine:
     def capabilities(self) -> dict[str, Any]:
         self._need_ok()
         return {
-            "model": "fake-135M", "device": "cpu", "dtype": "int8", "kv_format": "fp16", "max_seq_len": self.max_seq_len,
-            "block_size": BLOCK, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
+            "model": "fake-135M", "device": "cpu", "dtype": "int8", "kv_format": "fp16", "block_size": BLOCK,
+            "max_seq_len": self.max_seq_len, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
             "bytes_per_token": 23040, "vocab_size": 1 << 20, "chat_template": "fake", "warnings": self.warnings,
         }  # fmt: skip
 

@@ -228,7 +228,7 @@ def test_turns_that_leave_the_prompt_are_named_before_and_after(page):
     dropped = page.act("preview", content="word " * 60)["dropped"]
     assert dropped == [message["id"] for message in page.messages[: len(dropped)]] and dropped
     page.send("word " * 60)
-    assert page.poll()["turn"]["dropped"] == dropped
+    assert page.poll()["turn"]["dropped"] == len(dropped)
     page.until_idle()
 
 

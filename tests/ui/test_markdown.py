@@ -6,15 +6,19 @@ import pytest
 
 from ui.reply_html import GrowingReply, reply_html
 
-TAGS = set(
+TAGS_LIST = (
     "p br strong em s code pre ul ol li blockquote h1 h2 h3 h4 h5 h6 hr a div span button table thead tbody tr th td "
     "details summary i math mrow mi mn mo ms mtext mspace mfrac msqrt mroot mstyle msub msup msubsup munder mover "
-    "munderover mtable mtr mtd mpadded mphantom mfenced menclose mmultiscripts mprescripts none".split()
+    "munderover mtable mtr mtd mpadded mphantom mfenced menclose mmultiscripts mprescripts none"
 )
-ATTRIBUTES = set("href rel target class type tabindex data-copy-code align start display mathvariant stretchy fence "
-                 "form separator accent linethickness columnalign displaystyle scriptlevel width height depth "
-                 "lspace rspace minsize maxsize movablelimits symmetric largeop notation rowspacing columnspacing "
-                 "rowalign columnlines rowlines accentunder".split())  # fmt: skip
+TAGS = set(TAGS_LIST.split())
+ATTRIBUTES_LIST = (
+    "href rel target class type tabindex data-copy-code align start display mathvariant stretchy fence "
+    "form separator accent linethickness columnalign displaystyle scriptlevel width height depth "
+    "lspace rspace minsize maxsize movablelimits symmetric largeop notation rowspacing columnspacing "
+    "rowalign columnlines rowlines accentunder"
+)
+ATTRIBUTES = set(ATTRIBUTES_LIST.split())
 CLASSES = {"code", "code-bar", "table", "formula", "formula-source", "think", "thinking"}
 
 HOSTILE = [

@@ -11,8 +11,9 @@ from ui.reply_html import GrowingReply, delta, reply_html
 PIECES = [
     "word ", "**bold** ", "*", "`code` ", "`", "\n", "\n\n", "- item\n", "  - deeper\n", "1. one\n", "2. two\n", "2",
     "# Head\n", "===\n", "---\n", "> quote\n", "```python\n", "```\n", "x = '''a\n", "    four\n", "| a | b |\n",
-    "|---|---|\n", "$a^2$ ", "$$", "\\[", "\\]\n", "<think>", "</think>", "<b>", "[l](https://a.b) ", "世界 ", "👩‍👩‍👧 ",
-    "~~gone~~ ", "\r\n", "\t", " ", "![i](http://x/y) ", "[r]: /url\n", "[r] ", "\\", "&amp; ", "***\n", "+ plus\n",
+    "|---|---|\n", "$a^2$ ", "$$", "\\[", "\\]\n", "<think>", "</think>", "<b>", "[l](https://a.b) ", "世界 ",
+    "👩‍👩‍👧 ", "~~gone~~ ", "\r\n", "\t", " ", "![i](http://x/y) ", "[r]: /url\n", "[r] ", "\\", "&amp; ", "***\n",
+    "+ plus\n",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 
@@ -96,7 +97,7 @@ def test_a_text_that_is_replaced_is_rendered_anew():
     assert "".join(growing.update("Other", final=True)) == "<p>Other</p>\n"
 
 
-WORDS = "the cache keeps one key and one value per token and layer so nothing is computed again".split()
+WORDS = "the cache keeps one key and one value per token and layer so nothing is computed again".split()  # noqa: SIM905
 
 
 def kind_of_reply(kind: str, tokens: int) -> str:
@@ -104,9 +105,10 @@ def kind_of_reply(kind: str, tokens: int) -> str:
     if kind == "paragraph":
         return " ".join(words)
     if kind == "code":
-        return '```python\ndef f():\n    """' + "".join(w + ("\n    " if i % 9 == 8 else " ") for i, w in enumerate(words))
+        body = "".join(word + ("\n    " if i % 9 == 8 else " ") for i, word in enumerate(words))
+        return '```python\ndef f():\n    """' + body
     if kind == "list":
-        return "".join(f"- {word} **{word}**\n" if i % 5 == 0 else f"  {word} `{word}`\n" for i, word in enumerate(words))
+        return "".join(f"- **{word}**\n" if i % 5 == 0 else f"  {word} `{word}`\n" for i, word in enumerate(words))
     if kind == "formulas":
         return " ".join(f"${word}_{{{i}}}^2$" if i % 6 == 0 else word for i, word in enumerate(words))
     if kind == "thought":

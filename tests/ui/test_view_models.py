@@ -9,7 +9,8 @@ STATS = {"generated_tokens": 3, "decode_tokens_per_s": 9.5, "ttft_ms": 12.0, "re
 
 def message(id: str, role: str = "assistant", content: str = "Hi", status: str = COMPLETE, **more) -> Message:
     values = {"finish_reason": None, "error": None, "token_ids": None, "params": {}, "model": None} | more
-    return Message(id=id, session_id="s", parent_id=None, role=role, content=content, status=status, created_at="", **values)  # fmt: skip
+    values |= {"session_id": "s", "parent_id": None, "created_at": ""}
+    return Message(id=id, role=role, content=content, status=status, **values)
 
 
 def entry(item: Message, siblings: tuple[str, ...] = (), live: str | None = None) -> dict:
@@ -53,7 +54,7 @@ def test_the_price_of_a_token_adds_up():
     capabilities = {"kv_format": "fp16", "num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "bytes_per_token": 23040}
     section = view_models.model_section(capabilities)
     assert section["formula"] == "2 × 30 layers × 3 KV heads × 64 × 2 B"
-    assert 2 * 30 * 3 * 64 * 2 == section["bytes_per_token"]
+    assert section["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
 
 
 def test_a_miss_names_both_tokens():

@@ -60,7 +60,7 @@ export class ChatLog {
     if (answer.branch) this.drawBranch(answer.branch);
     if (answer.turn) this.drawTurn(answer.turn);
     else if (this.turn) this.turn = null;
-    if (answer.branch || answer.session) this.drawDropped(answer.turn?.dropped);
+    if (answer.branch || answer.session) this.drawDropped(answer.turn?.dropped ?? 0);
     this.log.classList.remove("opening");
     this.welcome.hidden = this.entries.length > 0 || this.page.session !== null && !this.page.meta;
     this.welcome.classList.toggle("waiting", app.status !== "ok");
@@ -144,7 +144,7 @@ export class ChatLog {
     this.thread.querySelector(".left-prompt")?.remove();
     const kept = this.page.meta?.first_kept;
     const nodes = this.messageNodes();
-    const at = kept ? this.entries.findIndex((entry) => entry.id === kept) : dropped?.length ?? 0;
+    const at = kept ? this.entries.findIndex((entry) => entry.id === kept) : dropped;
     nodes.forEach((node, index) => node.classList.toggle("outside", index < at));
     if (at <= 0) return;
     const count = at === 1 ? "The message above has" : `The ${number(at)} messages above have`;
@@ -159,22 +159,22 @@ export class ChatLog {
       const footer = nodes[index]?.querySelector("footer");
       if (!footer) return;
       const last = index === this.entries.length - 1;
-      const key = JSON.stringify([entry, last, this.page.running]);
-      if (footer.dataset.key === key) return;
-      footer.dataset.key = key;
+      // Entries that did not change are the same objects, so a long chat is not drawn again for each turn.
+      if (footer.entry === entry && footer.last === last) return;
+      footer.entry = entry;
+      footer.last = last;
       footer.replaceChildren(...(entry.live ? [] : this.acts(entry, last)));
     });
   }
 
   acts(entry, last) {
     const { page } = this;
-    const busy = page.running;
     const reply = entry.role === "assistant";
     const button = (name, label, action, changes = true) =>
-      iconButton(name, label, action, { disabled: changes && busy, "data-act": name });
+      iconButton(name, label, changes ? (event) => this.whenIdle(() => action(event)) : action, { class: `icon-button${changes ? " changes" : ""}`, "data-act": name });
     const parts = [];
     if (entry.versions > 1) {
-      const step = (name, label, id) => iconButton(name, label, () => page.act("select", { message: id }), { disabled: busy || !id });
+      const step = (name, label, id) => iconButton(name, label, () => this.whenIdle(() => page.act("select", { message: id })), { class: "icon-button changes", disabled: !id });
       parts.push(h("span", { class: "versions", role: "group", "aria-label": "Versions of this message" },
         step("left", "Older version", entry.previous), h("span", {}, `${entry.version}/${entry.versions}`), step("right", "Newer version", entry.next)));
     }
@@ -190,6 +190,11 @@ export class ChatLog {
     if (notes) parts.push(h("span", { class: "notes", title: "Tokens of the reply, its speed, time to the first token, prompt tokens taken from the cache" }, notes));
     parts.push(h("span", { class: "acts" }, ...buttons.filter(Boolean)));
     return parts;
+  }
+
+  whenIdle(action) {
+    if (this.page.running) toast("The reply is still being written; stop it first (Esc).", "note");
+    else action();
   }
 
   notes(entry) {

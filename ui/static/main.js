@@ -101,7 +101,6 @@ class Page {
     this.running = running;
     document.body.classList.toggle("kv-running", running);
     announce(running ? "The reply has started." : "The reply is complete.");
-    this.chat.drawActs();
     if (!running) {
       this.listedAt = 0;
       this.composer.preview();
