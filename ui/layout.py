@@ -131,7 +131,8 @@ def _settings() -> None:
         ]
         _drawn("settings", "kv-settings-state")
     for control in controls:
-        control.input(None, controls, None, js="(...values) => window.kvscope.settingsChanged(values)")
+        # `change` also reports what the page itself put in, which it recognises; `input` misses pasted text.
+        control.change(None, controls, None, js="(...values) => window.kvscope.settingsChanged(values)")
     # The page's script puts a chat's settings into the controls by pressing this.
     fill = gr.Button(visible="hidden", elem_id="kv-fill-settings")
     fill.click(None, None, controls, js="() => window.kvscope.settingsValues()")

@@ -4,6 +4,7 @@ import { h, setText } from "./dom.js";
 import { act } from "./net.js";
 
 const SAVE_AFTER_MS = 400;
+const FILLED_AFTER_MS = 150;
 const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop"];
 
 export class Settings {
@@ -27,12 +28,16 @@ export class Settings {
     this.tell("");
   }
 
-  // What the controls should show: unsaved changes, the chat's settings, or the defaults.
-  current() {
+  // What the server has: the chat's settings, or the defaults for a chat not stored yet; null while not known.
+  stored() {
     const { app, meta, session } = this.page;
-    if (this.own) return this.own;
-    if (session && meta) return { system_prompt: meta.system_prompt, params: meta.settings };
-    return session || !app ? null : { system_prompt: "", params: app.defaults };
+    if (session) return meta && { system_prompt: meta.system_prompt, params: meta.settings };
+    return app && { system_prompt: "", params: app.defaults };
+  }
+
+  // What the controls should show.
+  current() {
+    return this.own ?? this.stored();
   }
 
   draft() {
@@ -51,7 +56,9 @@ export class Settings {
       return;
     }
     this.shown = key;
+    this.filling = true;
     fill.click();
+    setTimeout(() => { this.filling = false; }, FILLED_AFTER_MS);
   }
 
   // For Gradio: one value per control, in their order.
@@ -64,7 +71,9 @@ export class Settings {
     })];
   }
 
+  // The page puts values in one after the other too, so only what differs from the chat's settings is a change.
   changed([system, ...values]) {
+    if (this.filling || this.current() === null) return;
     const params = {};
     for (const [index, name] of NAMES.entries()) {
       let value = values[index];
@@ -79,13 +88,19 @@ export class Settings {
       }
       params[name] = value;
     }
-    this.own = { system_prompt: system, params };
-    this.shown = JSON.stringify(this.own);
+    const wanted = { system_prompt: system, params };
+    clearTimeout(this.timer);
+    this.pending = null;
+    this.shown = JSON.stringify(wanted);
+    if (this.shown === JSON.stringify(this.stored())) {
+      this.own = null;
+      return;
+    }
+    this.own = wanted;
     if (this.page.session === null) {
       this.tell("Saved with the first message.");
       return;
     }
-    clearTimeout(this.timer);
     this.pending = { session: this.page.session, body: this.own };
     this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);
   }
@@ -99,6 +114,7 @@ export class Settings {
       await act(session, "update", body);
       if (session === this.page.session) {
         if (this.own === body) this.own = null;
+        if (this.page.meta) Object.assign(this.page.meta, { system_prompt: body.system_prompt, settings: body.params });
         this.tell("Saved for this chat.");
       }
       this.page.poll();
