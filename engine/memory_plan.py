@@ -1,0 +1,120 @@
+"""Will a model fit? Arithmetic on sizes, before anything is loaded. All figures are bytes unless they say tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+ACTIVATION_COPIES = 8
+"""Row-sized buffers of hidden and inner width that live at the same time while a layer runs."""
+LOGIT_COPIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What of a model's shape decides its memory; `weight_bytes` as they will be held, not as they are stored."""
+
+    weight_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model needs for one sequence of `max_seq_len` tokens, and what there is."""
+
+    weights: int
+    kv_bytes_per_token: int
+    max_seq_len: int
+    kv_total: int
+    kv_budget: int
+    workspace: int
+    available: int
+    total_device: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_total + self.workspace
+
+    @property
+    def fits(self) -> bool:
+        return self.max_seq_len > 1 and self.kv_total <= self.kv_budget and self.needed <= self.available
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_format: str) -> int:
+    """K and V of one token in all layers. Only KV heads count: query heads share them."""
+    return 2 * num_layers * num_kv_heads * head_dim * VALUE_BYTES[kv_format]
+
+
+def kv_bytes(tokens: int, bytes_per_token: int, block_size: int) -> int:
+    """Memory of the blocks that hold `tokens`, and of the null block."""
+    return (-(-tokens // block_size) + 1) * block_size * bytes_per_token
+
+
+def kv_tokens(budget: int, bytes_per_token: int, block_size: int) -> int:
+    """Tokens that a budget of bytes holds; one block is the null block."""
+    return max(budget // (bytes_per_token * block_size) - 1, 0) * block_size
+
+
+def workspace_bytes(sizes: ModelSizes, batch_tokens: int, compute_bytes: int) -> int:
+    """A step's activations for `batch_tokens`, and a row of float32 logits with the copies that sampling takes."""
+    row = ACTIVATION_COPIES * sizes.hidden_size + 3 * sizes.intermediate_size
+    return batch_tokens * row * compute_bytes + LOGIT_COPIES * 4 * sizes.vocab_size
+
+
+def plan_memory(
+    sizes: ModelSizes,
+    *,
+    kv_format: str,
+    block_size: int,
+    kv_budget: int,
+    available: int,
+    total_device: int,
+    max_seq_len: int | None = None,
+    batch_tokens: int = 256,
+    compute_bytes: int = 4,
+) -> MemoryPlan:
+    """Without `max_seq_len`, the model's own context, cut down to what the budget holds."""
+    per_token = kv_bytes_per_token(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, kv_format)
+    tokens = max_seq_len or min(sizes.context_tokens, kv_tokens(kv_budget, per_token, block_size))
+    return MemoryPlan(
+        weights=sizes.weight_bytes,
+        kv_bytes_per_token=per_token,
+        max_seq_len=tokens,
+        kv_total=kv_bytes(tokens, per_token, block_size),
+        kv_budget=kv_budget,
+        workspace=workspace_bytes(sizes, batch_tokens, compute_bytes),
+        available=available,
+        total_device=total_device,
+    )
+
+
+def human_bytes(count: float) -> str:
+    """With one decimal in the largest binary unit below it: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def plan_table(plan: MemoryPlan, *, model: str, device: str, dtype: str, kv_format: str) -> str:
+    """The plan as lines to print."""
+    rows = [
+        ("model", model),
+        ("device", f"{device}, {human_bytes(plan.total_device)}, of which {human_bytes(plan.available)} are free"),
+        ("weights", f"{human_bytes(plan.weights)} ({plan.weights} bytes) in {dtype}"),
+        ("KV per token", f"{human_bytes(plan.kv_bytes_per_token)} ({plan.kv_bytes_per_token} bytes) in {kv_format}"),
+        ("KV cache", f"{human_bytes(plan.kv_total)} ({plan.kv_total} bytes) for {plan.max_seq_len} tokens"),
+        ("KV budget", human_bytes(plan.kv_budget)),
+        ("workspace", f"about {human_bytes(plan.workspace)}"),
+        ("needed", f"{human_bytes(plan.needed)} of {human_bytes(plan.available)}"),
+        ("fits", "yes" if plan.fits else "no"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,96 @@
+"""The memory plan of a model that is on disk but not loaded: its header gives the sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from engine import loader
+from engine.config import EngineConfig
+from engine.memory_plan import MemoryPlan, ModelSizes, plan_memory, plan_table
+from engine.models.config import ModelConfig
+from engine.models.layers import WeightFormat, pick_format
+from engine.models.registry import read_config
+from engine.weights.catalog import ModelSource, resolve
+from engine.weights.gguf_reader import GGUFSource
+from engine.weights.safetensors_reader import SafetensorsSource
+from engine.weights.source import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A plan and what it is of; `str` of it is the table to print."""
+
+    plan: MemoryPlan
+    name: str
+    device: str
+    dtype: str
+    kv_format: str
+
+    def __str__(self) -> str:
+        return plan_table(self.plan, model=self.name, device=self.device, dtype=self.dtype, kv_format=self.kv_format)
+
+
+def plan_model(config: EngineConfig) -> PlannedModel:
+    """Plan what `LocalEngine` would load. Raises `ModelFileError` and `ConfigError`."""
+    device = loader.pick_device(config.device)
+    found: ModelSource = resolve(config.model, config.data_dir)
+    source: WeightSource = GGUFSource(found.path) if found.kind == "gguf" else SafetensorsSource(found.path)
+    _, sizes = read_config(source)
+    fmt = pick_format(device, config.dtype)
+    kv_format = config.kv_format if config.kv_format != "auto" else _auto_kv_format(fmt)
+    weights = weight_bytes(source, sizes, fmt)
+    free, total = _device_memory(device)
+    share = loader.CARD_SHARE if device.type == "cuda" else loader.RAM_SHARE
+    limits = loader.CUDA_LIMITS if device.type == "cuda" else loader.CPU_LIMITS
+    plan = plan_memory(
+        ModelSizes(
+            weight_bytes=weights,
+            num_layers=sizes.num_layers,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            vocab_size=sizes.vocab_size,
+            context_tokens=sizes.max_position_embeddings,
+        ),
+        kv_format=kv_format,
+        block_size=config.block_size,
+        kv_budget=config.kv_budget if config.kv_budget is not None else int(max(free - weights, 0) * share),
+        available=free,
+        total_device=total,
+        max_seq_len=config.max_seq_len,
+        batch_tokens=limits.max_batch_tokens,
+        compute_bytes=fmt.compute_dtype.itemsize,
+    )
+    return PlannedModel(plan, found.name, str(device), fmt.name, kv_format)
+
+
+def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -> int:
+    """Bytes that the weights will take in this format; a tied matrix counts once, rows read from the file do not."""
+    shapes = {name: shape for name, shape in source.shapes().items() if not name.startswith("rope.")}
+    own_head = "head.weight" in shapes and not config.tied and not source.same("head.weight", "embed.weight")
+    if not own_head:
+        shapes.pop("head.weight", None)
+    elif fmt.packed:
+        del shapes["embed.weight"]
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    norms = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
+    return matrices * fmt.dtype.itemsize + norms * fmt.compute_dtype.itemsize
+
+
+def _auto_kv_format(fmt: WeightFormat) -> str:
+    if fmt.name == "float32":
+        return "fp32"
+    return "bf16" if fmt.compute_dtype is torch.bfloat16 else "fp16"
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """`(free, total)`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
