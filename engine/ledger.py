@@ -26,7 +26,7 @@ def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
         "weights": weights,
         "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
         "kv_reserved": kv_reserved,
-        "kv_ram": 0 if parts.model.device.type == "cuda" else kv_reserved,
+        "kv_ram": 0,
         "kv_disk": 0,
         "workspace": workspace,
         "allocator_slack": max(device["process"] - own, 0),
