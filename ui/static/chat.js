@@ -29,7 +29,9 @@ export class ChatLog {
   fill(element) {
     element.replaceChildren(this.log, this.endButton);
     // Messages off screen have estimated heights; once they are drawn, the end is somewhere else.
-    new ResizeObserver(() => this.keepAtEnd()).observe(this.thread);
+    const observer = new ResizeObserver(() => this.keepAtEnd());
+    observer.observe(this.thread);
+    observer.observe(this.log);
   }
 
   buildWelcome() {

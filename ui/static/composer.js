@@ -1,7 +1,7 @@
 // The text box: what is typed, what sending it would cost, and what the running reply is doing.
 
 import { h, number, setText, toast } from "./dom.js";
-import { act } from "./net.js";
+import { Refusal, act } from "./net.js";
 
 const PREVIEW_AFTER_MS = 350;
 const HINT = "Enter to send · Shift+Enter for a new line";
@@ -116,8 +116,9 @@ export class Composer {
         note += leaving === 1 ? " · the oldest message will leave the prompt" : ` · the oldest ${number(leaving)} messages will leave the prompt`;
       }
     } catch (error) {
-      note = error.message;
-      kind = "bad";
+      // Only a refusal says something about this text; a server that is away is told elsewhere.
+      note = error instanceof Refusal ? error.message : HINT;
+      kind = error instanceof Refusal ? "bad" : "";
     }
     if (session === this.page.session && text === this.box.value) this.show(note, kind);
   }
@@ -138,6 +139,6 @@ export class Composer {
       text = "The model is loading; you can already write";
     }
     setText(this.line, text);
-    this.line.className = `preview ${turn ? "" : this.kind ?? ""}`;
+    this.line.className = `preview ${text === this.note ? this.kind ?? "" : ""}`;
   }
 }

@@ -81,7 +81,10 @@ class Page {
   // Apply an answer; milliseconds until the next question.
   take(answer) {
     this.since = answer.since;
-    if (answer.app) this.app = answer.app;
+    if (answer.app) {
+      this.app = answer.app;
+      if (answer.app.status !== "ok") this.panel.clear();
+    }
     if (answer.session) this.meta = answer.session;
     if (answer.app || answer.session) {
       this.frame.draw();

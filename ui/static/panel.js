@@ -241,6 +241,7 @@ export class LivePanel {
       else this.probeBody.append(node);
       this.rows[index] = node;
     });
+    this.probe.classList.toggle("empty", !wanted.length);
     if (!wanted.length) this.probeBody.replaceChildren(h("tr", { class: "gap" }, h("td", { colspan: 2 + PROBE_DIMS }, "Nothing in the cache yet.")));
     else this.probeBody.querySelectorAll(".gap").forEach((node) => { if (!this.rows.includes(node)) node.remove(); });
   }
