@@ -23,7 +23,7 @@ class Page {
     this.search = "";
     this.failures = 0;
     this.epoch = 0;
-    this.listedAt = 0;
+    this.listedAt = -Infinity;
     this.frame = new Frame(this);
     this.list = new SessionList(this);
     this.chat = new ChatLog(this);
@@ -105,7 +105,7 @@ class Page {
     document.body.classList.toggle("kv-running", running);
     announce(running ? "The reply has started." : "The reply is complete.");
     if (!running) {
-      this.listedAt = 0;
+      this.listedAt = -Infinity;
       this.composer.preview();
       this.panel.expect();
     }
@@ -132,7 +132,7 @@ class Page {
     this.session = session;
     this.since = "";
     this.meta = null;
-    this.listedAt = 0;
+    this.listedAt = -Infinity;
     const url = new URL(location.href);
     if (session) url.searchParams.set("session", session);
     else url.searchParams.delete("session");
@@ -178,7 +178,7 @@ class Page {
     if (result && first && epoch === this.epoch) {
       this.epoch += 1;
       this.session = result.session;
-      this.listedAt = 0;
+      this.listedAt = -Infinity;
       const url = new URL(location.href);
       url.searchParams.set("session", result.session);
       history.pushState({}, "", url);
@@ -195,7 +195,7 @@ class Page {
   async rename(session, title) {
     const wanted = await ask({ title: "Rename chat", field: title, confirm: "Rename" });
     if (wanted?.trim()) await this.act("update", { title: wanted.trim() }, session);
-    this.listedAt = 0;
+    this.listedAt = -Infinity;
     this.poll();
   }
 
@@ -212,7 +212,7 @@ class Page {
     if (!(await ask({ title: "Delete this chat?", text, confirm: "Delete", danger: true }))) return;
     if (await this.act("delete_session", {}, session)) {
       if (session === this.session) this.open(null, true, true);
-      this.listedAt = 0;
+      this.listedAt = -Infinity;
       this.poll();
     }
   }

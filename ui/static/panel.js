@@ -23,6 +23,7 @@ export class LivePanel {
   fill(element) {
     element.replaceChildren(this.root);
     this.shown = element;
+    this.page.poll();
   }
 
   build() {

@@ -30,7 +30,7 @@ export class SessionList {
       clearTimeout(this.timer);
       this.timer = setTimeout(() => {
         this.page.search = box.value.trim();
-        this.page.listedAt = 0;
+        this.page.listedAt = -Infinity;
         this.page.poll();
       }, SEARCH_AFTER_MS);
     });
