@@ -11,24 +11,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from engine.errors import Conflict, InvalidRequest, NotFound
+from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
 from engine.local import LocalEngine
-from engine.prompt import FittedPrompt, effective_max_tokens, fit_prompt
+from engine.prompt import effective_max_tokens
 from engine.protocol import ChatMessage, GenerateRequest
 from engine.sampling.params import SamplingParams
 from sessions.errors import NotStored
-from sessions.models import DEFAULT_TITLE, PARTIAL, Message, Session, TurnRecord
+from sessions.models import DEFAULT_TITLE, FAILED, PARTIAL, Message, Session, TurnRecord
 from sessions.store import SessionStore
 from ui.api.params import parse_params
+from ui.prompt_plan import PromptPlan, PromptPlanner
 from ui.recorder import record
 from ui.turn import Turn
 
 MAX_MESSAGE_CHARS = 100_000
-REPLY_SHARE = 4
-"""While older turns can still leave the prompt, up to 1 / REPLY_SHARE of the context is kept free for the reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +39,13 @@ class PromptPreview:
     dropped: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A prompt that fits, and the ids of the messages it was made of (None for the system prompt and unsent text)."""
-
-    fitted: FittedPrompt
-    message_ids: tuple[str | None, ...]
-    params: SamplingParams
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        ids = (self.message_ids[index] for index in self.fitted.dropped)
-        return tuple(message_id for message_id in ids if message_id is not None)
-
-
 class ChatService:
     """Acts on stored conversations and owns their running turns; at most one turn per session. Thread-safe."""
 
     def __init__(self, store: SessionStore, engine: LocalEngine) -> None:
         self.store = store
         self.engine = engine
+        self._planner = PromptPlanner(engine)
         self._turns: dict[str, Turn] = {}
         self._claimed: set[str] = set()
         self._lock = threading.Lock()
@@ -74,7 +59,7 @@ class ChatService:
         _check_content(content)
         with self._claim(session_id) as session:
             branch = self.store.branch(session_id)
-            plan = self._plan(session, branch.messages, params, content)
+            plan = self._planner.plan(session, branch.messages, params, content)
             user = self.store.add_message(session_id, session.head_id, "user", content)
             self._name_after(session, content)
             return self._answer(session, user, plan, None)
@@ -86,7 +71,7 @@ class ChatService:
             old = self._message(session_id, message_id)
             if old.role != "user":
                 raise InvalidRequest("Only a user message can be edited and answered anew.")
-            plan = self._plan(session, self._path_to(session_id, old.parent_id), params, content)
+            plan = self._planner.plan(session, self._path_to(session_id, old.parent_id), params, content)
             user = self.store.add_message(session_id, old.parent_id, "user", content)
             return self._answer(session, user, plan, "edit")
 
@@ -94,7 +79,7 @@ class ChatService:
         """Another reply to the same user message, as a sibling of the old one. Default: the last reply."""
         with self._claim(session_id) as session:
             user = self._user_message_of(session_id, message_id or session.head_id)
-            plan = self._plan(session, self._path_to(session_id, user.id), params, None)
+            plan = self._planner.plan(session, self._path_to(session_id, user.id), params, None)
             return self._answer(session, user, plan, "regenerate")
 
     def complete(self, session_id: str, messages: Sequence[ChatMessage], params: SamplingParams) -> Turn:
@@ -113,11 +98,11 @@ class ChatService:
             new = rest[kept:]
             path = [*stored[:kept]]
             cause = "edit" if kept < len(stored) else None
-            self._plan(session, path, params, None, unsent=new)
+            self._planner.plan(session, path, params, None, unsent=new)
             for message in new:
                 parent_id = path[-1].id if path else None
                 path.append(self.store.add_message(session_id, parent_id, message.role, message.content))
-            plan = self._plan(session, path, params, None)
+            plan = self._planner.plan(session, path, params, None)
             self._name_after(session, rest[0].content)
             return self._answer(session, path[-1], plan, cause)
 
@@ -207,10 +192,10 @@ class ChatService:
     def preview(self, session_id: str, content: str) -> PromptPreview:
         """What sending `content` now would cost. Raises `ContextOverflow` if it can't fit."""
         session = self._session(session_id)
-        plan = self._plan(session, self.store.branch(session_id).messages, None, content)
+        plan = self._planner.plan(session, self.store.branch(session_id).messages, None, content)
         ids = plan.fitted.prompt.token_ids
         reused = self.engine.cached_prefix(session_id, ids)
-        return PromptPreview(len(ids), reused, self._context_limit(), plan.dropped)
+        return PromptPreview(len(ids), reused, self._planner.context_limit, plan.dropped)
 
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""
@@ -237,8 +222,10 @@ class ChatService:
             with self._lock:
                 self._claimed.discard(session_id)
 
-    def _answer(self, session: Session, user: Message, plan: _Plan, cause: str | None) -> Turn:
-        reply = self.store.add_message(session.id, user.id, "assistant", "", status=PARTIAL, model=self._model_name())
+    def _answer(self, session: Session, user: Message, plan: PromptPlan, cause: str | None) -> Turn:
+        reply = self.store.add_message(
+            session.id, user.id, "assistant", "", status=PARTIAL, model=self._planner.model_name
+        )
         self._remember_first_kept(session, plan)
         prompt_ids = plan.fitted.prompt.token_ids
         last_turn = next(reversed(self.store.turns(session.id)), None)
@@ -249,18 +236,22 @@ class ChatService:
             cause=self._cause(session.id, cause, last_turn, plan),
             stored_cache_pos=last_turn.stats["cache_pos"] if last_turn else 0,
         )
-        limit = effective_max_tokens(len(prompt_ids), self._context_limit(), plan.params.max_tokens)
+        limit = effective_max_tokens(len(prompt_ids), self._planner.context_limit, plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
-        stream = self.engine.generate(request)
+        try:
+            stream = self.engine.generate(request)
+        except KVScopeError as error:
+            self.store.update_message(reply.id, status=FAILED, finish_reason="error", error=str(error))
+            raise
         with self._lock:
             self._turns[session.id] = turn
-        record(self.store, turn, stream, self._model_name(), lambda: self._turn_over(session.id))
+        record(self.store, turn, stream, self._planner.model_name, lambda: self._turn_over(session.id))
         return turn
 
-    def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: _Plan) -> str | None:
+    def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: PromptPlan) -> str | None:
         """The caller's word for what became of the history since the last turn, should the cache miss."""
         earlier_act = self._causes.pop(session_id, None)
-        if last_turn is not None and last_turn.model != self._model_name():
+        if last_turn is not None and last_turn.model != self._planner.model_name:
             return "model"
         return act or earlier_act or ("context_full" if plan.fitted.dropped else None)
 
@@ -268,41 +259,7 @@ class ChatService:
         with self._lock:
             self._turns.pop(session_id, None)
 
-    def _plan(
-        self,
-        session: Session,
-        path: Sequence[Message],
-        params: SamplingParams | None,
-        content: str | None,
-        unsent: Sequence[ChatMessage] = (),
-    ) -> _Plan:
-        """Render the branch (and text not stored yet) into a prompt that fits the context."""
-        params = params or parse_params(session.params)
-        model = self._model_name()
-        messages: list[ChatMessage] = []
-        message_ids: list[str | None] = []
-        if session.system_prompt:
-            messages.append(ChatMessage("system", session.system_prompt))
-            message_ids.append(None)
-        for message in path:
-            # Ids of another model mean other text: they are only spliced where they were made.
-            token_ids = message.token_ids if message.model == model else None
-            messages.append(ChatMessage(message.role, message.content, token_ids))
-            message_ids.append(message.id)
-        messages += unsent
-        if content is not None:
-            messages.append(ChatMessage("user", content))
-        message_ids += [None] * (len(messages) - len(message_ids))
-        limit = self._context_limit()
-        reserve = min(params.max_tokens or limit, limit // REPLY_SHARE)
-        # None in this list stands for text that is not stored yet, not for a session that has dropped nothing.
-        kept_id = session.first_kept_id
-        first_kept = message_ids.index(kept_id) if kept_id is not None and kept_id in message_ids else None
-        date = datetime.fromisoformat(session.prompt_date)
-        fitted = fit_prompt(self.engine.tokenizer, messages, date, limit, reserve, first_kept)
-        return _Plan(fitted, tuple(message_ids), params)
-
-    def _remember_first_kept(self, session: Session, plan: _Plan) -> None:
+    def _remember_first_kept(self, session: Session, plan: PromptPlan) -> None:
         if plan.fitted.dropped:
             first_kept_id = plan.message_ids[plan.fitted.first_kept]
             if first_kept_id is not None and first_kept_id != session.first_kept_id:
@@ -349,12 +306,6 @@ class ChatService:
                 return message
             message_id = message.parent_id
         raise InvalidRequest("There is no user message to answer.")
-
-    def _model_name(self) -> str:
-        return str(self.engine.capabilities()["model"])
-
-    def _context_limit(self) -> int:
-        return int(self.engine.capabilities()["max_seq_len"])
 
 
 def _check_content(content: str) -> None:
