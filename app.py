@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import re
@@ -197,7 +198,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> int:
         uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
     )
     start = Start(server, engine, url_of(opened), not options.no_browser)
-    end_turns_first(server, chat)
+    end_replies_first(server, chat)
     start.begin()
     # From here on a signal is the server's; when it has ended it raises the signal again, which must not end us early.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -238,31 +239,32 @@ class Start:
             webbrowser.open(self._url)
 
 
-def end_turns_first(server: uvicorn.Server, chat: ChatService) -> None:
-    """When the server is told to stop, running replies end first: then their streams end by themselves."""
+def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
+    """When the server is told to stop, running replies end first: then all streams end by themselves, complete."""
     shutdown = server.shutdown
 
-    async def end_then_shutdown(sockets: Any = None) -> None:
-        import asyncio
+    def end_replies() -> None:
+        chat.close()
+        # A load can't be interrupted, so nobody waits for it.
+        if chat.engine.status() != "loading":
+            chat.engine.close()
 
-        await asyncio.to_thread(chat.close)
+    async def end_then_shutdown(sockets: Any = None) -> None:
+        await asyncio.to_thread(end_replies)
         await shutdown(sockets)
 
     server.shutdown = end_then_shutdown  # type: ignore[method-assign]
 
 
 def finish(start: Start, chat: ChatService) -> int:
-    """Store what is unfinished and leave. A load can't be interrupted, so the process goes without waiting for it."""
+    """Everything is stored; the exit code. While the model still loads, its thread would keep the process."""
     if start.failure is not None:
         print(start.failure, file=sys.stderr)
     code = 0 if start.failure is None else 2
-    chat.close()
-    loading = chat.engine.status() == "loading"
-    if not loading:
-        chat.engine.close()
     chat.store.close()
-    if loading:
+    if chat.engine.status() == "loading":
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     return code
 

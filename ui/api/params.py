@@ -25,10 +25,9 @@ def parse_params(values: Mapping[str, Any], base: SamplingParams | None = None) 
             raise InvalidRequest(f"There is no sampling setting named {str(name)[:40]!r}.")
         if value is not None:
             changes[name] = _converted(name, value)
-    limits = [changes.pop(name) for name in ("max_tokens", LIMIT_ALIAS) if name in changes]
-    if limits:
-        # Each is checked by itself: a limit that makes no sense is not hidden by the other one.
-        changes["max_tokens"] = min(replace(SamplingParams(), max_tokens=limit).max_tokens or 0 for limit in limits)
+    if LIMIT_ALIAS in changes:
+        alias = changes.pop(LIMIT_ALIAS)
+        changes["max_tokens"] = min(alias, changes.get("max_tokens", alias))
     return replace(base or SamplingParams(), **changes)
 
 
@@ -39,6 +38,9 @@ def _converted(name: str, value: Any) -> Any:
         return _logit_bias(value)
     if name == "ignore_eos" and not isinstance(value, bool):
         raise InvalidRequest(f"ignore_eos must be true or false, not {value!r:.40}.")
+    if name in ("max_tokens", LIMIT_ALIAS) and (type(value) is not int or not 1 <= value < 2**31):
+        # Each is checked by itself: a limit that makes no sense is not hidden by the other one.
+        raise InvalidRequest(f"{name} must be a whole number of at least 1, not {value!r:.40}.")
     if isinstance(value, int) and abs(value) >= 2**64:
         raise InvalidRequest(f"{name} is too large.")
     if isinstance(value, str | list | dict):

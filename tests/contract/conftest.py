@@ -1,0 +1,59 @@
+"""The real routes over the real store and conversation service; only the engine is a fake."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from sessions.store import SessionStore
+from tests.support.fake_engine import FakeEngine, wait_until
+from ui.api.routes import build_api
+from ui.chat import ChatService
+from ui.network import open_socket, url_of
+from ui.security import Security
+
+LOCAL = "http://127.0.0.1:7860"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def chat(tmp_path: Path, engine: FakeEngine) -> Iterator[ChatService]:
+    service = ChatService(SessionStore(tmp_path / "chats.db"), engine)
+    yield service
+    service.close()
+    service.store.close()
+
+
+@pytest.fixture
+def client(chat: ChatService) -> Iterator[TestClient]:
+    app = Security(build_api(chat, lambda: ["fake-model", "other-model"]))
+    with TestClient(app, base_url=LOCAL, raise_server_exceptions=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+def session_id(client: TestClient) -> str:
+    return str(client.post("/api/sessions").json()["id"])
+
+
+@pytest.fixture
+def server_url(chat: ChatService) -> Iterator[str]:
+    """A real server on a port of its own."""
+    opened = open_socket("127.0.0.1", 0)
+    config = uvicorn.Config(Security(build_api(chat)), log_level="critical", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: server.run(sockets=[opened]), daemon=True)
+    thread.start()
+    assert wait_until(lambda: server.started)
+    yield url_of(opened)
+    server.should_exit = True
+    thread.join(10)

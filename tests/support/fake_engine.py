@@ -1,0 +1,203 @@
+"""An engine without a model: a byte tokenizer, a text that depends on prompt and seed alone, a real cache's counting."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.detokenizer import Detokenizer
+from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError
+from engine.prompt import effective_max_tokens
+from engine.protocol import (
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    PrefillProgress,
+    ProbeQuery,
+    TokenDelta,
+    TokenLogprob,
+)
+from engine.stats import EngineMetrics, TurnMeter
+from tests.support.tiny_tokenizer import chat_tokenizer
+
+BLOCK = 16
+WORDS = ("alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "world é", "世界")
+
+
+def reply_text(prompt_ids: Sequence[int], seed: int, words: int = 12) -> str:
+    """What the engine answers to a prompt with a seed."""
+    digest = hashlib.blake2b(repr((tuple(prompt_ids), seed)).encode(), digest_size=words).digest()
+    return " ".join(WORDS[byte % len(WORDS)] for byte in digest)
+
+
+class FakeEngine:
+    """Implements `ChatEngine`. `delay_s` is slept before each token; `fail_with` ends replies after their first token."""
+
+    def __init__(self, *, delay_s: float = 0.0, context: int = 2048, name: str = "fake-model") -> None:
+        self.tokenizer = chat_tokenizer()
+        self.delay_s, self.context, self.name = delay_s, context, name
+        self.state = "ok"
+        self.fail_with: KVScopeError | None = None
+        self.caches: dict[str | None, list[int]] = {}
+        self.requests: list[GenerateRequest] = []
+        self.finished: list[str] = []
+        self.counters = EngineMetrics()
+        self._busy: set[str] = set()
+
+    def status(self) -> str:
+        return self.state
+
+    def generate(self, request: GenerateRequest) -> FakeStream:
+        self._check()
+        if not request.prompt_ids:
+            raise InvalidRequest("The prompt is empty.")
+        if len(request.prompt_ids) >= self.context:
+            raise ContextOverflow(f"The prompt has {len(request.prompt_ids)} tokens; the context holds {self.context}.")
+        if request.session_id in self._busy:
+            raise Conflict("This session is still answering.")
+        if request.session_id is not None:
+            self._busy.add(request.session_id)
+        self.requests.append(request)
+        return FakeStream(self, request)
+
+    def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
+        """The longest prefix that any session has in its cache, whole blocks of another one's."""
+        own = _common(self.caches.get(session_id, ()), prompt_ids)
+        shared = max((_common(ids, prompt_ids) // BLOCK * BLOCK for ids in self.caches.values()), default=0)
+        return max(min(max(own, shared), len(prompt_ids) - 1), 0)
+
+    def release(self, session_id: str) -> None:
+        self.caches.pop(session_id, None)
+
+    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
+        self.caches[new_session_id] = list(self.caches.get(session_id, ()))[:token_count]
+
+    def inspect(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        ids = self.caches.get(session_id, [])
+        return {"session_id": session_id, "model": self.name, "cache_pos": len(ids), "token_ids": ids, "blocks": []}
+
+    def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
+        self._check()
+        if query.tensor not in ("k", "v"):
+            raise InvalidRequest('tensor must be "k" or "v".')
+        ids = self.caches.get(session_id, [])[query.start : query.start + query.count]
+        values = [float("nan"), 0.5][: query.dims]
+        return [
+            {"position": query.start + i, "token_id": t, "token": self.tokenizer.token_text(t), "values": values}
+            for i, t in enumerate(ids)
+        ]
+
+    def memory(self) -> dict[str, Any]:
+        self._check()
+        return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
+
+    def metrics(self) -> dict[str, Any]:
+        self._check()
+        return {**self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0}
+
+    def capabilities(self) -> dict[str, Any]:
+        self._check()
+        size = self.tokenizer.vocab_size
+        return {"model": self.name, "device": "cpu", "max_seq_len": self.context, "vocab_size": size, "warnings": []}
+
+    def close(self) -> None:
+        self.state = "stopped"
+
+    def ended(self, request: GenerateRequest) -> None:
+        self._busy.discard(request.session_id or "")
+        self.finished.append(request.request_id)
+
+    def _check(self) -> None:
+        if self.state != "ok":
+            raise EngineStopped("The model is still loading." if self.state == "loading" else "The engine has stopped.")
+
+
+class FakeStream:
+    """The reply is made by the thread that reads it."""
+
+    def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
+        self.request_id = request.request_id
+        self._engine, self._request = engine, request
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            yield from self._events()
+        finally:
+            self._engine.ended(self._request)
+
+    def _events(self) -> Iterator[Event]:
+        engine, request, params = self._engine, self._request, self._request.params
+        prompt = list(request.prompt_ids)
+        vocab_size = engine.tokenizer.vocab_size
+        if any(token_id >= vocab_size for token_id in params.logit_bias):
+            yield Failed(InvalidRequest("logit_bias names a token that the model does not have."))
+            return
+        seed = 77 if params.seed is None else params.seed
+        meter = TurnMeter(request.session_id, len(prompt), seed)
+        meter.admit(engine.cached_prefix(request.session_id, prompt))
+        detokenizer = Detokenizer(engine.tokenizer, params.stop)
+        limit = effective_max_tokens(len(prompt), engine.context, params.max_tokens)
+        reason, cached = "stop", len(prompt)
+        yield PrefillProgress(meter.stats(0))
+        for token_id in self._token_ids(prompt, seed, limit):
+            self._cancelled.wait(engine.delay_s)
+            if self._cancelled.is_set():
+                reason = "cancelled"
+                break
+            meter.token()
+            engine.caches[request.session_id] = prompt + list(detokenizer._ids)
+            cached = len(engine.caches[request.session_id])
+            yield TokenDelta((token_id,), detokenizer.push(token_id), self._logprobs(token_id), meter.stats(cached))
+            if engine.fail_with is not None:
+                yield Failed(engine.fail_with, meter.stats(cached, "error"))
+                return
+            if detokenizer.stopped is not None:
+                break
+            if meter.generated_tokens >= limit:
+                reason = "length"
+        tail = detokenizer.finish()
+        stats = meter.stats(cached, reason)
+        engine.counters.turn_ended(stats)
+        if tail:
+            yield TokenDelta((), tail, (), stats)
+        yield Finished(detokenizer.text, detokenizer.final_ids(), stats)
+
+    def _token_ids(self, prompt: list[int], seed: int, limit: int) -> list[int]:
+        if self._request.forced_ids is not None:
+            return list(self._request.forced_ids)
+        ids = self._engine.tokenizer.encode(reply_text(prompt, seed))
+        return (ids * (limit // len(ids) + 1) if self._request.params.ignore_eos else ids)[:limit]
+
+    def _logprobs(self, token_id: int) -> tuple[TokenLogprob, ...]:
+        count = self._request.params.top_logprobs
+        if count is None:
+            return ()
+        text = self._engine.tokenizer.token_text
+        top = tuple((token_id + i, text(token_id + i), -0.25 - i) for i in range(count))
+        return (TokenLogprob(token_id, text(token_id), -0.25, top),)
+
+
+def wait_until(condition: Any, timeout_s: float = 5.0) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
