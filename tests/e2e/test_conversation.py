@@ -1,0 +1,146 @@
+"""Sending, watching and stopping a reply."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.app_process import AppProcess, wait_for
+from tests.support.chat_page import ChatPage, Visitor
+
+pytestmark = pytest.mark.e2e
+ENDLESS = 700
+READ_PROBE = """rows => rows.slice(0, 10)
+    .map(row => [...row.querySelectorAll('td[class]')].map(cell => Number(cell.title).toFixed(3)))"""
+STOPPED_MS = 1000
+"""A person's Stop ends the reply within this time; the time an API call takes here comes on top."""
+
+
+def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=40))
+    tab.send("Hello")
+    tab.writing()
+    first = tab.live_text()
+    tab.writing(len(first) + 1)
+    assert tab.live_text().startswith(first)
+    tab.idle(2)
+    stored = app.messages(tab.session())
+    assert [message["content"] for message in stored] == ["Hello", stored[1]["content"]]
+    assert tab.texts()[1].split() == stored[1]["content"].split()
+    numbers = stored[1]["kvscope"]
+    wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
+    assert (tab.tile("generated"), tab.tile("computed")) == ("40", str(numbers["computed_tokens"]))
+    cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
+    assert tab.panel.locator(".cells i").count() == len(cache["block_table"])
+    assert tab.panel.locator(".uuid").inner_text() == tab.session()
+
+
+def test_the_probe_shows_what_the_cache_holds(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=6))
+    tab.ask("Hi")
+    path = f"/api/sessions/{tab.session()}/cache/probe?count=10&dims=10"
+    for tensor, layer, head in (("k", 0, 0), ("k", 7, 2), ("v", 29, 1)):
+        for name, value in (("tensor", tensor), ("layer", str(layer)), ("head", str(head))):
+            tab.panel.locator(f"select[data-name={name}]").select_option(value)
+        wanted = app.request("GET", f"{path}&tensor={tensor}&layer={layer}&head={head}")["positions"]
+        values = [[f"{value:.3f}" for value in row["values"]] for row in wanted]
+        rows = tab.panel.locator(".probe tbody tr:not(.gap)")
+        wait_for(
+            lambda rows=rows, values=values: rows.evaluate_all(READ_PROBE) == values, f"{tensor} {layer} {head}", 15
+        )
+
+
+def test_the_second_message_computes_only_itself(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=8))
+    tab.ask("Name a colour.")
+    before = tab.texts()
+    tab.ask("Another one.")
+    assert tab.texts()[:2] == before
+    numbers = app.messages(tab.session())[3]["kvscope"]
+    assert numbers["reused_tokens"] > 0 and numbers["miss"] is None
+    wait_for(lambda: tab.tile("reused") == str(numbers["reused_tokens"]), "the reused tokens")
+
+
+def test_keys_of_the_text_box(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=4))
+    tab.box.fill("   ")
+    tab.box.press("Enter")
+    tab.box.fill("one")
+    tab.box.press("Shift+Enter")
+    tab.box.type("two")
+    assert tab.box.input_value() == "one\ntwo" and tab.count() == 0
+    tab.box.press("Enter")
+    tab.idle(2)
+    assert tab.box.input_value() == ""
+    assert app.messages(tab.session())[0]["content"] == "one\ntwo"
+
+
+def test_a_first_message_makes_a_session_of_the_address(visitor: Visitor, app: AppProcess) -> None:
+    count = len(app.request("GET", "/api/sessions")["sessions"])
+    tab = visitor.open()
+    tab.box.fill("What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?")
+    tab.page.locator("#kv-send").click()
+    tab.writing()
+    tab.page.locator("#kv-stop").click()
+    tab.idle(2)
+    assert app.messages(tab.session())[0]["content"] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"
+    assert tab.texts()[0] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"
+    assert len(app.request("GET", "/api/sessions")["sessions"]) == count + 1
+    line = tab.page.locator(f"#kv-sessions .session[data-id='{tab.session()}'] a")
+    expect(line).to_have_attribute("aria-current", "page")
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored chat", "new chat"])
+def test_a_message_that_is_too_long_stays_in_the_box(visitor: Visitor, app: AppProcess, stored: bool) -> None:
+    visitor.expect_errors("the server responded with a status of 400")
+    tab = visitor.open(app.session() if stored else None)
+    text = "word " * 20_000
+    tab.box.fill(text)
+    tab.box.press("Enter")
+    expect(tab.toasts).to_have_text("The message has 100000 characters; the most is 99999.")
+    assert tab.box.input_value() == text and tab.count() == 0
+    if stored:
+        assert app.messages(tab.session()) == []
+        assert tab.ask("short") and tab.count() == 2
+
+
+@pytest.mark.parametrize("way", ["button", "Esc"])
+def test_stop(visitor: Visitor, app: AppProcess, way: str) -> None:
+    tab = visitor.open(app.session(max_tokens=ENDLESS))
+    tab.send("Tell me a long story.")
+    tab.writing(20)
+    before = time.monotonic()
+    if way == "button":
+        tab.page.locator("#kv-stop").click()
+    else:
+        tab.page.keyboard.press("Escape")
+    tab.idle(2)
+    # On a machine that does other work too, five times as long is still a Stop that was not waited for in vain.
+    assert (time.monotonic() - before) * 1000 < 5 * STOPPED_MS
+    stored = app.messages(tab.session())
+    assert [message["role"] for message in stored] == ["user", "assistant"]
+    assert (stored[1]["status"], stored[1]["finish_reason"]) == ("complete", "cancelled")
+    assert tab.texts()[1].split() == stored[1]["content"].split() != []
+    assert not app.running(tab.session())
+    app.request("PATCH", f"/api/sessions/{tab.session()}", {"params": {"max_tokens": 4}})
+    tab.ask("Go on.")
+    assert [message["content"] for message in app.messages(tab.session())][:2] == [m["content"] for m in stored]
+
+
+def test_typing_while_a_reply_streams(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=ENDLESS))
+    tab.send("Tell me a long story.")
+    tab.writing(5)
+    tab.box.type("the next message")
+    tab.box.press("Enter")
+    expect(tab.toasts).to_have_text("The reply is still being written; stop it first (Esc).")
+    assert tab.box.input_value() == "the next message"
+    _stop(tab)
+    assert tab.box.input_value() == "the next message" and tab.count() == 2
+
+
+def _stop(tab: ChatPage) -> None:
+    tab.page.keyboard.press("Escape")
+    tab.idle()
