@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,17 @@ def loaded_model(kind: str = "llama", seed: int = 0, vocab_size: int = 271, cont
 
 
 class RecordingEngine(LocalEngine):
-    """Remembers the requests it was given, so that a test can run the same prompt again elsewhere."""
+    """Remembers the requests it was given, so that a test can run the same prompt again elsewhere.
+
+    `script` are replies (token ids) for the next requests, taken in place of what the model would say.
+    """
 
     requests: list[GenerateRequest]
+    script: list[tuple[int, ...]]
 
     def generate(self, request: GenerateRequest) -> QueueStream:
+        if self.script:
+            request = replace(request, forced_ids=self.script.pop(0))
         self.requests.append(request)
         return super().generate(request)
 
@@ -64,7 +71,7 @@ def tiny_engine(
         settings["kv_budget"] = blocks * spec.block_bytes
     configuration = EngineConfig(data_dir=Path("unused"), **settings)
     engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name))
-    engine.requests = []
+    engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(30)
     return engine
