@@ -116,7 +116,7 @@ def _settings() -> None:
     defaults = SamplingParams()
     with gr.Column(elem_id="kv-settings", min_width=0):
         hint = "What the model should know or be in this chat"
-        controls: list[gr.components.Component] = [
+        controls: list[gr.Textbox | gr.Slider] = [
             gr.Textbox(label="System prompt", lines=4, max_lines=14, placeholder=hint, elem_id="kv-system_prompt")
         ]
         for name, label, low, high, step, info in SLIDERS:

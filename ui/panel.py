@@ -137,8 +137,8 @@ class PanelSource:
         token_text = self.chat.engine.tokenizer.token_text
         turn = self.chat.running(session_id)
         if turn is not None:
-            stats = turn.view().stats
-            return view_models.turn_section(stats and asdict(stats), True, turn.max_new_tokens, token_text)
+            live = turn.view().stats
+            return view_models.turn_section(asdict(live) if live else None, True, turn.max_new_tokens, token_text)
         records = self.chat.store.turns(session_id)
         if not records:
             return None
