@@ -102,19 +102,21 @@ def test_limits_that_make_no_sense_are_refused(client, name, value):
     assert name in assert_error(post(client, {**ASK, name: value}), 400)["message"]
 
 
-@pytest.mark.parametrize("stop", ["gamma", ["gamma"], ["nothing", "gamma"], ["ga", "gamma"]])
-def test_stop_takes_text_or_a_list(client, engine, stop):
-    seed = next(s for s in range(99) if "gamma" in self_reply(client, engine, s))
-    body = post(client, {**ASK, "seed": seed, "stop": stop}).json()
-    assert body["choices"][0]["finish_reason"] == "stop"
-    assert "ga" not in body["choices"][0]["message"]["content"].replace("omega", "").replace("sigma", "")
-
-
-def self_reply(client, engine, seed: int) -> str:
-    if not engine.requests:
-        post(client, ASK)
-    text = reply_text(engine.requests[0].prompt_ids, seed)
-    return text if "omega" not in text and "sigma" not in text else ""
+@pytest.mark.parametrize("stop", ["gamma", ["gamma"], ["nothing", "gamma"], ["gamma", "gam"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_takes_text_or_a_list(client, engine, stop, stream):
+    post(client, ASK)
+    prompt_ids = engine.requests[0].prompt_ids
+    seed = next(seed for seed in range(99) if " gamma" in reply_text(prompt_ids, seed))
+    text = reply_text(prompt_ids, seed)
+    response = post(client, {**ASK, "seed": seed, "stop": stop, "stream": stream})
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks_of(response)]
+        shown, reason = "".join(c["delta"].get("content", "") for c in choices), choices[-1]["finish_reason"]
+    else:
+        [choice] = response.json()["choices"]
+        shown, reason = choice["message"]["content"], choice["finish_reason"]
+    assert shown == text[: text.index("gam")] and reason == "stop"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An engine without a model: a byte tokenizer, a text that depends on prompt and seed alone, a real cache's counting."""
+"""An engine without a model: a byte tokenizer, text that depends on prompt and seed alone, counting like a cache's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reply_text(prompt_ids: Sequence[int], seed: int, words: int = 12) -> str:
 
 
 class FakeEngine:
-    """Implements `ChatEngine`. `delay_s` is slept before each token; `fail_with` ends replies after their first token."""
+    """Implements `ChatEngine`. `delay_s` is slept before each token; `fail_with` ends replies after one token."""
 
     def __init__(self, *, delay_s: float = 0.0, context: int = 2048, name: str = "fake-model") -> None:
         self.tokenizer = chat_tokenizer()

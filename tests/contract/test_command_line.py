@@ -1,0 +1,173 @@
+"""The command as a person types it: what is wrong is one sentence and exit code 2; a signal is a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from sessions.store import SessionStore
+from tests.support.fake_engine import wait_until
+from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
+from tests.support.tiny_tokenizer import CHATML, byte_level
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "app.py"), "--no-browser", *map(str, arguments)]
+
+
+def environment(data: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSCOPE")}
+    return {**kept, "KVSCOPE_DATA": str(data), "OMP_NUM_THREADS": "1"}
+
+
+def run(tmp_path: Path, *arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    env = {**environment(tmp_path / "data"), **extra}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=180, env=env, check=False)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stdout == ""
+    [sentence] = done.stderr.strip().splitlines()
+    assert sentence.endswith(".") and "Traceback" not in sentence and "Error" not in sentence
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "abc"], ["--port", "abc"]),
+        (["--port", "70000"], ["--port", "65535"]),
+        (["--max-seq-len", "1"], ["--max-seq-len"]),
+        (["--max-seq-len", "1.5"], ["--max-seq-len"]),
+        (["--block-size", "0"], ["--block-size"]),
+        (["--kv-budget", "lots"], ["--kv-budget", "2GiB"]),
+        (["--kv-budget", "-1GiB"], ["--kv-budget"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["--window", "5"], ["--window", "not available"]),
+        (["--sinks", "4"], ["--sinks", "not available"]),
+        (["--kv-format", "int8"], ["int8", "not available"]),
+        (["--kv-format", "fp8"], ["fp8", "not available"]),
+        (["--kv-format", "int4"], ["int4", "not available"]),
+        (["--allow-fault-injection"], ["--allow-fault-injection", "not available"]),
+        (["--host", "0.0.0.0"], ["0.0.0.0", "--api-key"]),
+        (["--host", "::"], ["--api-key"]),
+        (["--host", "0.0.0.0", "--api-key", ""], ["key"]),
+        (["--api-key", "two words"], ["key"]),
+        (["--host", "no.such.host.invalid", "--api-key", "k"], ["no.such.host.invalid"]),
+        (["--model", "no-such-model"], ["no-such-model"]),
+        (["--model", "missing.gguf"], ["missing.gguf"]),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_bad_arguments(tmp_path, arguments, words):
+    assert_refused(run(tmp_path, *(["--port", "0"] if "--port" not in arguments else []), *arguments), *words)
+
+
+def test_the_key_may_come_from_the_environment(tmp_path):
+    done = run(tmp_path, "--host", "0.0.0.0", "--port", 0, "--model", "missing.gguf", KVSCOPE_API_KEY="secret")
+    assert_refused(done, "missing.gguf")
+
+
+def test_a_busy_port(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert_refused(run(tmp_path, "--port", port, "--model", "missing.gguf"), str(port), "in use")
+
+
+def test_files_and_folders_that_are_no_model(tmp_path):
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"not a model")
+    assert_refused(run(tmp_path, "--port", 0, "--model", junk), "junk.gguf", "not a GGUF")
+    (tmp_path / "empty").mkdir()
+    assert_refused(run(tmp_path, "--port", 0, "--model", tmp_path / "empty"), "empty", "no model")
+
+
+def test_a_data_folder_that_can_not_be(tmp_path):
+    (tmp_path / "data").write_text("a file")
+    model = save_gguf(tiny_model("llama"), tmp_path / "m.gguf")
+    assert_refused(run(tmp_path, "--port", 0, "--model", model), "data folder")
+
+
+def test_help_explains_every_argument_with_its_default(tmp_path):
+    done = run(tmp_path, "--help")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    for name in ("model", "device", "dtype", "kv-format", "max-seq-len", "kv-budget", "block-size", "window", "sinks",
+                 "data-dir", "host", "port", "api-key", "no-browser", "allow-fault-injection", "plan"):  # fmt: skip
+        [found] = re.findall(rf" --{name}(?: [A-Z{{][^ ]*)? ([a-z].*?\(default: .*?\))", text)[:1] or [None]
+        assert found, name
+
+
+def test_the_plan_adds_up(tmp_path):
+    model = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+    done = run(tmp_path, "--plan", "--model", model, "--device", "cpu", "--kv-format", "fp32", "--kv-budget", "1MiB")
+    assert done.returncode == 0 and done.stderr == ""
+    rows = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert "(512 bytes)" in rows["KV per token"] and rows["fits"].strip() == "yes"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = byte_level(template=CHATML, eos_token="<|im_end|>")
+    save_safetensors(tiny_model("llama", vocab_size=len(tokenizer)), tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_from_start_to_a_signal_in_mid_reply(tmp_path, model):
+    data = tmp_path / "data"
+    arguments = command("--port", 0, "--model", model, "--device", "cpu", "--max-seq-len", 512)
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(data)
+    )
+    try:
+        line = process.stdout.readline()
+        ready = re.fullmatch(r"KVScope ready: (http://127\.0\.0\.1:\d+) \(model tiny, device cpu\)\n", line)
+        assert ready, (line, process.stderr.read() if process.poll() is not None else "")
+        url = ready[1]
+        with urllib.request.urlopen(f"{url}/") as page:
+            assert b"KVScope" in page.read()
+        made = urllib.request.Request(f"{url}/api/sessions", method="POST")
+        session_id = json.load(urllib.request.urlopen(made))["id"]
+        body = {"content": "Hello", "stream": True, "params": {"ignore_eos": True}}
+        asked = urllib.request.Request(f"{url}/api/sessions/{session_id}/messages", json.dumps(body).encode())
+        stream = urllib.request.urlopen(asked)
+        received: list[bytes] = []
+        reader = threading.Thread(target=lambda: received.extend(stream))
+        reader.start()
+        assert wait_until(lambda: b"event: token\n" in received, 30)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        reader.join(5)
+    finally:
+        process.kill()
+        errors = process.stderr.read()
+    assert errors == ""
+    assert b"event: done\n" in received
+    store = SessionStore(data / "kvscope.db")
+    assert store.recovered == 0
+    reply = store.branch(session_id).messages[-1]
+    assert reply.status == "complete" and reply.finish_reason in ("cancelled", "length") and reply.content
+    store.close()
+
+
+def test_a_load_that_fails_is_one_sentence(tmp_path, model):
+    (model / "model.safetensors").write_bytes(b"\x05\x00")
+    assert_refused(run(tmp_path, "--port", 0, "--model", model, "--device", "cpu"), "model.safetensors")

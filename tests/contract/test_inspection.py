@@ -1,0 +1,90 @@
+"""Health, tokens, cache, memory, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.contract.test_openai import ASK, assert_error, post
+from tests.contract.test_sessions import send
+
+
+@pytest.mark.parametrize("state", ["loading", "ok", "stopped"])
+def test_health_always_answers(client, engine, state):
+    engine.state = state
+    body = client.get("/health").json()
+    assert body["status"] == state and set(body) == {"status", "model", "device"}
+    assert body["model"] == ("fake-model" if state == "ok" else None)
+
+
+def test_tokens_of_a_conversation_are_those_of_its_prompt(client, engine):
+    body = client.post("/tokenize", json=ASK).json()
+    post(client, ASK)
+    assert tuple(body["tokens"]) == engine.requests[0].prompt_ids and body["count"] == len(body["tokens"])
+
+
+def test_text_to_tokens_and_back(client):
+    text = "Hello 世界 👩‍👩‍👧‍👦"
+    tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["text"] == text
+    assert client.post("/detokenize", json={"tokens": []}).json()["text"] == ""
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": 5}, {"prompt": None}, {"messages": []}, {"prompt": "a", **ASK}])
+def test_senseless_texts(client, body):
+    assert_error(client.post("/tokenize", json=body), 400)
+
+
+@pytest.mark.parametrize("tokens", [None, "1", [1.5], [True], ["1"], [-1], [10**6], [2**40], {"a": 1}])
+def test_senseless_tokens(client, tokens):
+    assert_error(client.post("/detokenize", json={"tokens": tokens}), 400)
+
+
+def test_cache_and_probe(client, session_id):
+    path = f"/api/sessions/{session_id}/cache"
+    assert client.get(path).json()["cache_pos"] == 0
+    stats = send(client, session_id)["kvscope"]
+    assert client.get(path).json()["cache_pos"] == stats["cache_pos"]
+    positions = client.get(f"{path}/probe", params={"start": 1, "count": 3, "dims": 2}).json()["positions"]
+    assert [item["position"] for item in positions] == [1, 2, 3]
+    assert positions[0]["values"] == [None, 0.5], "a value that is not finite has no JSON number"
+
+
+@pytest.mark.parametrize(
+    "query", ["tensor=x", "layer=a", "head=1.5", "count=1e9", "start=", "dims=99999", "layer=" + "9" * 5000]
+)
+def test_senseless_probes(client, session_id, query):
+    assert_error(client.get(f"/api/sessions/{session_id}/cache/probe?{query}"), 400)
+
+
+def test_memory(client, engine):
+    assert "kv_used" in client.get("/api/memory").json()
+    engine.state = "loading"
+    assert_error(client.get("/api/memory"), 503)
+
+
+def test_metrics_are_prometheus_text(client, engine):
+    post(client, {**ASK, "max_tokens": 3})
+    post(client, {**ASK, "max_tokens": 3})
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {}
+    for line in response.text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"\})? [-+.\de]+', line), line
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            samples[name] = float(value)
+    assert samples['kvscope_turns_total{finish_reason="length"}'] == 2
+    assert samples['kvscope_tokens_total{kind="generated"}'] == 6
+    assert samples['kvscope_ttft_seconds_bucket{le="+Inf"}'] == samples["kvscope_ttft_seconds_count"] == 2
+    assert samples["kvscope_up"] == 1
+    engine.state = "stopped"
+    assert "kvscope_up 0" in client.get("/metrics").text
+
+
+def test_answers_are_valid_json_in_utf8(client, session_id):
+    send(client, session_id, "世界")
+    raw = client.get(f"/api/sessions/{session_id}").content
+    assert json.loads(raw.decode("utf-8"))["messages"][0]["content"] == "世界"

@@ -1,0 +1,126 @@
+"""The memory plan: figures that can be worked out by hand, and the allocations that are really made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ModelFileError
+from engine.kv_cache.cache import KVCache
+from engine.kv_cache.spec import KVCacheSpec
+from engine.memory_plan import (
+    ModelSizes,
+    human_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_tokens,
+    plan_memory,
+    plan_table,
+)
+from engine.model_plan import plan_model, weight_bytes
+from engine.models.layers import pick_format
+from engine.models.registry import load_model, read_config
+from engine.weights.gguf_reader import GGUFSource
+from engine.weights.safetensors_reader import SafetensorsSource
+from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
+
+MIB = 2**20
+SIZES = ModelSizes(
+    weight_bytes=100 * MIB,
+    num_layers=16,
+    num_kv_heads=8,
+    head_dim=64,
+    hidden_size=2048,
+    intermediate_size=8192,
+    vocab_size=32000,
+    context_tokens=131072,
+)
+
+
+@pytest.mark.parametrize(("kv_format", "per_token"), [("fp16", 32 * 1024), ("bf16", 32 * 1024), ("fp32", 64 * 1024)])
+@pytest.mark.parametrize("tokens", [4096, 32768])
+def test_kv_bytes_of_a_known_shape(kv_format, per_token, tokens):
+    assert kv_bytes_per_token(16, 8, 64, kv_format) == per_token
+    exact = tokens * per_token
+    assert exact <= kv_bytes(tokens, per_token, 16) <= exact * 1.01
+    assert exact == {4096: 128 * MIB, 32768: 1024 * MIB}[tokens] * (per_token // 32768)
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+def test_prediction_and_allocation_agree(kv_format):
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[kv_format]
+    spec = KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
+    cache = KVCache(spec, torch.device("cpu"), extent_bytes=MIB)
+    tokens = 20_000
+    cache.grow(-(-tokens // 16) + 1)
+    predicted = kv_bytes(tokens, kv_bytes_per_token(4, 2, 64, kv_format), 16)
+    assert predicted == pytest.approx(cache.reserved_bytes, rel=0.05)
+
+
+def plan(**changes):
+    settings = {"kv_format": "fp16", "block_size": 16, "kv_budget": 2**30, "available": 2**31, "total_device": 2**32}
+    return plan_memory(SIZES, **{**settings, **changes})
+
+
+def test_the_context_is_cut_down_to_the_budget():
+    cut = plan()
+    assert cut.max_seq_len == kv_tokens(2**30, 32768, 16) == 32768 - 16
+    assert cut.kv_total == 2**30 and cut.fits
+    assert plan(kv_budget=2**40, available=2**41).max_seq_len == 131072
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_seq_len": 65536}, {"available": 512 * MIB}, {"kv_budget": 0}, {"kv_budget": 32768 * 16}],
+    ids=["context beyond budget", "card too small", "no budget", "null block only"],
+)
+def test_what_does_not_fit_is_known_before_loading(changes):
+    assert not plan(**changes).fits
+    assert plan_table(plan(**changes), model="m", device="cpu", dtype="float16", kv_format="fp16").endswith("no")
+
+
+def test_a_longer_context_costs_its_tokens_and_no_more():
+    short, long = plan(max_seq_len=1024), plan(max_seq_len=2048)
+    assert long.needed - short.needed == 1024 * 32768
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-bias", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("container", ["gguf", "safetensors"])
+def test_weights_planned_from_the_header_are_those_loaded(tmp_path: Path, kind, dtype, container):
+    if container == "gguf":
+        if kind == "llama-bias":
+            pytest.skip("the container has no names for these biases")
+        path = save_gguf(tiny_model(kind), tmp_path / "m.gguf")
+        source = GGUFSource(path)
+    else:
+        path = save_safetensors(tiny_model(kind), tmp_path)
+        source = SafetensorsSource(path)
+    fmt = pick_format(torch.device("cpu"), dtype)
+    planned = weight_bytes(source, read_config(source)[1], fmt)
+    assert planned == pytest.approx(load_model(path, torch.device("cpu"), dtype).weight_bytes, rel=0.01)
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(save_gguf(tiny_model("llama"), tmp_path / "whole.gguf").read_bytes()[:3000])
+    with pytest.raises(ModelFileError, match=r"cut\.gguf"):
+        plan_model(EngineConfig(tmp_path, str(cut), device="cpu"))
+
+
+def test_the_plan_of_a_file(tmp_path: Path):
+    path = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+    planned = plan_model(EngineConfig(tmp_path, str(path), device="cpu", kv_format="fp32", kv_budget=MIB))
+    table = str(planned)
+    assert planned.plan.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4 and planned.plan.max_seq_len == 512
+    assert "tiny" in table and "1024 bytes" not in table and "fits" in table
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**42, "4.0 TiB")]
+)
+def test_sizes_for_people(count, text):
+    assert human_bytes(count) == text
