@@ -226,7 +226,7 @@ class ChatService:
         reply = self.store.add_message(
             session.id, user.id, "assistant", "", status=PARTIAL, model=self._planner.model_name
         )
-        self._remember_first_kept(session, plan)
+        self._remember_first_kept(session, plan, user)
         prompt_ids = plan.fitted.prompt.token_ids
         last_turn = next(reversed(self.store.turns(session.id)), None)
         request = GenerateRequest(
@@ -259,10 +259,11 @@ class ChatService:
         with self._lock:
             self._turns.pop(session_id, None)
 
-    def _remember_first_kept(self, session: Session, plan: PromptPlan) -> None:
+    def _remember_first_kept(self, session: Session, plan: PromptPlan, user: Message) -> None:
+        """So that the next prompts begin at the same message; it may be the one being sent, not stored when planned."""
         if plan.fitted.dropped:
-            first_kept_id = plan.message_ids[plan.fitted.first_kept]
-            if first_kept_id is not None and first_kept_id != session.first_kept_id:
+            first_kept_id = plan.message_ids[plan.fitted.first_kept] or user.id
+            if first_kept_id != session.first_kept_id:
                 self.store.update(session.id, first_kept_id=first_kept_id)
 
     def _name_after(self, session: Session, content: str) -> None:
