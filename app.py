@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -153,8 +154,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def main() -> int:
     """Run until a signal; the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(0))
+    on_signals(lambda *_: sys.exit(0))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         options = make_parser().parse_args()
@@ -171,6 +171,11 @@ def main() -> int:
         return 2
 
 
+def on_signals(handler: Callable[..., object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def serve(options: argparse.Namespace, config: EngineConfig) -> int:
     """Check what is quick to check, then load the model while the page is being built."""
     opened = open_socket(options.host, options.port)
@@ -184,6 +189,8 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> int:
 
     engine = LocalEngine(config)
     engine.start()
+    # The load can't be interrupted, and there is nothing to store yet.
+    on_signals(lambda *_: os._exit(0))
     import uvicorn
 
     from ui.api.routes import build_api
@@ -201,8 +208,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> int:
     end_replies_first(server, chat)
     start.begin()
     # From here on a signal is the server's; when it has ended it raises the signal again, which must not end us early.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    on_signals(lambda *_: None)
     server.run(sockets=[opened])
     return finish(start, chat)
 
@@ -230,6 +236,8 @@ class Start:
             return
         while not self._server.started and not self._server.should_exit:
             time.sleep(0.02)
+        if self._server.should_exit:
+            return
         known = self._engine.capabilities()
         print(f"KVScope ready: {self._url} (model {known['model']}, device {known['device']})", flush=True)
         # Without a desktop, the browser would be one that takes over the terminal.
