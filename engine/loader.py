@@ -10,7 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache.cache import KVCache
+from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
 from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
@@ -83,13 +83,14 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
     )
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
     max_blocks = budget // (spec.bytes_per_token * spec.block_size)
+    max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
     return EngineParts(
         model=model,
-        cache=KVCache(spec, model.device),
+        cache=KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks),
         tokenizer=tokenizer,
         name=name,
         kv_format=kv_format,
-        max_seq_len=fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec),
+        max_seq_len=max_seq_len,
         max_blocks=max_blocks,
         limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
         warnings=(*tokenizer.warnings, *model.warnings),

@@ -14,16 +14,31 @@ from kernels.dispatch import operations
 EXTENT_BYTES = 32 * 2**20
 
 
+def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
+    """About `EXTENT_BYTES`, so that a whole number of extents is one full context: what is planned is allocated."""
+    blocks = -(-context_tokens // spec.block_size) + 1
+    count = max(1, round(blocks * spec.block_bytes / EXTENT_BYTES))
+    return -(-blocks // count) * spec.block_bytes
+
+
 class KVCache:
     """Block `b` is `extents[b // blocks_per_extent][b % blocks_per_extent]`; block 0 only pads block tables.
 
     Each extent is [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]. Fresh blocks hold arbitrary
-    values: nothing is read before it is written. Which block belongs to whom is the block pool's business.
+    values: nothing is read before it is written. Which block belongs to whom is the block pool's business. The last
+    extent ends at `max_blocks`, because a budget that is exceeded is none.
     """
 
-    def __init__(self, spec: KVCacheSpec, device: torch.device, extent_bytes: int = EXTENT_BYTES) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        device: torch.device,
+        extent_bytes: int = EXTENT_BYTES,
+        max_blocks: int | None = None,
+    ) -> None:
         self.spec = spec
         self.device = device
+        self.max_blocks = max_blocks
         self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
         self.extents: list[Tensor] = []
         self._operations = operations(device)
@@ -32,7 +47,7 @@ class KVCache:
     @property
     def capacity_blocks(self) -> int:
         """Block ids below this have memory; the null block counts."""
-        return len(self.extents) * self.blocks_per_extent
+        return sum(extent.shape[0] for extent in self.extents)
 
     @property
     def reserved_bytes(self) -> int:
@@ -43,9 +58,12 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self._workspace.values())
 
     def grow(self, blocks: int) -> None:
-        """Make block ids below `blocks` usable. Blocks that exist stay where they are."""
+        """Make block ids below `blocks` usable, at most `max_blocks`. Blocks that exist stay where they are."""
         while self.capacity_blocks < blocks:
-            shape = (self.blocks_per_extent, *self.spec.block_shape)
+            room = self.blocks_per_extent
+            if self.max_blocks is not None:
+                room = min(room, self.max_blocks - self.capacity_blocks)
+            shape = (room, *self.spec.block_shape)
             self.extents.append(torch.empty(shape, dtype=self.spec.dtype, device=self.device))
 
     def shrink(self, blocks: int) -> None:
