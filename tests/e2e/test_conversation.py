@@ -19,7 +19,7 @@ STOPPED_MS = 1000
 
 
 def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess) -> None:
-    tab = visitor.open(app.session(max_tokens=40))
+    tab = visitor.open(app.session(max_tokens=24))
     tab.send("Hello")
     tab.writing()
     first = tab.live_text()
@@ -31,7 +31,7 @@ def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess
     assert tab.texts()[1].split() == stored[1]["content"].split()
     numbers = stored[1]["kvscope"]
     wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
-    assert (tab.tile("generated"), tab.tile("computed")) == ("40", str(numbers["computed_tokens"]))
+    assert (tab.tile("generated"), tab.tile("computed")) == ("24", str(numbers["computed_tokens"]))
     cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
     assert tab.panel.locator(".cells i").count() == len(cache["block_table"])
     assert tab.panel.locator(".uuid").inner_text() == tab.session()

@@ -65,9 +65,9 @@ class ChatPage:
         self.ready()
 
     def ready(self) -> None:
-        """Wait for a text box and a conversation."""
+        """Wait for a text box, and for the chat or the greeting of an empty one."""
         expect(self.box).to_be_visible(timeout=WAIT_MS)
-        self.page.wait_for_function("document.querySelector('#kv-chat .log:not(.opening)')")
+        self.page.wait_for_selector("#kv-chat .welcome:not([hidden]), #kv-chat .thread > .message", state="attached")
 
     def session(self) -> str:
         """The chat that the address names."""

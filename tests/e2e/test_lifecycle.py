@@ -1,0 +1,121 @@
+"""Start, end and restart of the app under an open page; the key; and a page without any network."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.app_process import AppProcess, wait_for
+from tests.support.chat_page import Visitor
+
+pytestmark = pytest.mark.e2e
+KEY = "a-key-of-this-test"
+LOST = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+
+
+@pytest.fixture
+def start(folders: Callable[[], Path]) -> Iterator[Callable[..., AppProcess]]:
+    """Starts apps, which end with the test."""
+    started: list[AppProcess] = []
+
+    def begin(data_dir: Path | None = None, *args: str, port: int = 0, until_ready: bool = True) -> AppProcess:
+        started.append(AppProcess(data_dir or folders(), "--max-seq-len", "1024", *args, port=port))
+        return started[-1].start(until_ready)
+
+    yield begin
+    for process in started:
+        process.stop(signal.SIGKILL)
+
+
+def test_restart_under_an_open_page(start, visit, folders) -> None:
+    """The end of the app stores what was being written; the page says so, comes back and goes on."""
+    first = start()
+    visitor: Visitor = visit(first.url)
+    visitor.expect_errors(*LOST)
+    tab = visitor.open(first.session(max_tokens=6))
+    tab.ask("Name a fruit.")
+    history = tab.texts()
+    session = tab.session()
+    first.request("PATCH", f"/api/sessions/{session}", {"params": {"max_tokens": 700, "ignore_eos": True}})
+    tab.send("Tell me a long story.")
+    tab.writing(10)
+    before = time.monotonic()
+    assert first.stop(signal.SIGTERM) == 0
+    assert time.monotonic() - before < 15
+    expect(tab.page.get_by_text("The server is not answering. Trying again…")).to_be_visible()
+    tab.box.fill("still typing")
+    second = start(first.data_dir, port=first.port, until_ready=False)
+    expect(tab.page.get_by_text("The server is not answering. Trying again…")).to_be_hidden()
+    second.wait_ready()
+    tab.idle(4)
+    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
+    assert tab.box.input_value() == "still typing"
+    stored = second.messages(session)
+    assert tab.texts()[:2] == history and stored[3]["content"].strip()
+    assert tab.texts()[3].split()[: len(stored[3]["content"].split())] == stored[3]["content"].split()
+    tab.page.reload()
+    tab.ready()
+    tab.idle(4)
+    assert tab.session() == session and tab.texts()[:2] == history
+    second.request("PATCH", f"/api/sessions/{session}", {"params": {"max_tokens": 4}})
+    assert tab.ask("Go on.")
+    assert len(second.messages(session)) == 6
+    assert len(second.request("GET", "/api/sessions")["sessions"]) == 1
+
+
+def test_the_page_is_there_while_the_model_loads(start, visit) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    app = start(None, port=port, until_ready=False)
+    app.url = f"http://127.0.0.1:{port}"
+    visitor: Visitor = visit(app.url)
+    wait_for(lambda: _answers(app), "the first answer")
+    tab = visitor.open()
+    tab.box.fill("typed early")
+    app.wait_ready()
+    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
+    assert tab.box.input_value() == "typed early"
+    tab.box.press("Enter")
+    tab.writing()
+    tab.page.keyboard.press("Escape")
+    tab.idle(2)
+
+
+def _answers(app: AppProcess) -> bool:
+    try:
+        return app.request("GET", "/health")["status"] in ("loading", "ok")
+    except OSError:
+        return False
+    except Exception as error:
+        if "Connect" in type(error).__name__ or "Read" in type(error).__name__:
+            return False
+        raise
+
+
+def test_a_key_is_asked_for(start, visit) -> None:
+    app = start(None, "--api-key", KEY)
+    visitor: Visitor = visit(app.url)
+    visitor.expect_errors("the server responded with a status of 401")
+    page = visitor.context.new_page()
+    page.goto(app.url)
+    assert page.locator("#kv-prompt").count() == 0
+    page.get_by_label("API key").fill("wrong")
+    page.get_by_role("button", name="Open").click()
+    expect(page.get_by_role("alert")).to_have_text("This is not the key.")
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Open").click()
+    expect(page.locator("#kv-prompt textarea")).to_be_visible()
+    tab = visitor.open()
+    tab.send("hello")
+    tab.writing()
+    tab.page.keyboard.press("Escape")
+    tab.idle(2)
+    assert len(app.messages(tab.session(), key=KEY)) == 2
+    before = time.monotonic()
+    assert app.stop(signal.SIGTERM) == 0 and time.monotonic() - before < 15
