@@ -165,7 +165,7 @@ def main() -> int:
 
             print(plan_model(config))
             return 0
-        return serve(options, config)
+        serve(options, config)
     except (KVScopeError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -176,7 +176,7 @@ def on_signals(handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
-def serve(options: argparse.Namespace, config: EngineConfig) -> int:
+def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
     opened = open_socket(options.host, options.port)
     resolve(config.model, config.data_dir)
@@ -210,7 +210,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> int:
     # From here on a signal is the server's; when it has ended it raises the signal again, which must not end us early.
     on_signals(lambda *_: None)
     server.run(sockets=[opened])
-    return finish(start, chat)
+    finish(start, chat)
 
 
 class Start:
@@ -264,17 +264,15 @@ def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
     server.shutdown = end_then_shutdown  # type: ignore[method-assign]
 
 
-def finish(start: Start, chat: ChatService) -> int:
-    """Everything is stored; the exit code. While the model still loads, its thread would keep the process."""
+def finish(start: Start, chat: ChatService) -> NoReturn:
+    """Everything is stored: leave at once. Taking torch and the page's modules apart would take seconds."""
     if start.failure is not None:
         print(start.failure, file=sys.stderr)
-    code = 0 if start.failure is None else 2
     chat.store.close()
-    if chat.engine.status() == "loading":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if start.failure is None else 2)
 
 
 if __name__ == "__main__":
