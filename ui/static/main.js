@@ -162,7 +162,9 @@ class Page {
   async act(name, body = {}, session = this.session) {
     try {
       const result = await act(session, name, body);
-      this.poll();
+      // A chat that is gone can't be asked for what is new.
+      if (name === "delete_session" && session === this.session) this.open(null, true, true);
+      else this.poll();
       return result;
     } catch (error) {
       toast(error.message);
@@ -211,7 +213,6 @@ class Page {
     const text = `“${title}” is deleted with all its branches and its cache. This can't be undone.`;
     if (!(await ask({ title: "Delete this chat?", text, confirm: "Delete", danger: true }))) return;
     if (await this.act("delete_session", {}, session)) {
-      if (session === this.session) this.open(null, true, true);
       this.listedAt = -Infinity;
       this.poll();
     }
