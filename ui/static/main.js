@@ -1,7 +1,7 @@
 // The page: which chat is open, what the server said last, and the loop that asks for more.
 
 import { announce, ask, toast } from "./dom.js";
-import { Refusal, Unreachable, act, live } from "./net.js";
+import { NEW, Refusal, Unreachable, act, live } from "./net.js";
 import { ChatLog } from "./chat.js";
 import { Composer } from "./composer.js";
 import { Frame } from "./frame.js";
@@ -13,9 +13,15 @@ const RUNNING_MS = 120;
 const IDLE_MS = 2000;
 const LIST_EVERY_MS = 1800;
 
+// The chat that the address names. The word for a chat without an id is no id.
+function named() {
+  const session = new URL(location.href).searchParams.get("session");
+  return session === NEW ? null : session;
+}
+
 class Page {
   constructor() {
-    this.session = new URL(location.href).searchParams.get("session");
+    this.session = named();
     this.since = "";
     this.app = null;
     this.meta = null;
@@ -38,7 +44,7 @@ class Page {
     const early = window.kvscopeRegions || [];
     window.kvscopeRegions = { push: fill };
     early.forEach(fill);
-    addEventListener("popstate", () => this.open(new URL(location.href).searchParams.get("session"), false));
+    addEventListener("popstate", () => this.open(named(), false));
     document.addEventListener("visibilitychange", () => this.poll());
     document.addEventListener("keydown", (event) => this.key(event));
     this.poll();

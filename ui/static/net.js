@@ -26,12 +26,15 @@ async function request(path, options) {
 
 export const NEW = "new";
 
+// What stands in the address bar may be anything; it must not lead to another path.
+const path = (session, rest) => `api/sessions/${encodeURIComponent(session ?? NEW)}/${rest}`;
+
 export function live(session, query) {
-  return request(`api/sessions/${session ?? NEW}/live?${new URLSearchParams(query)}`, {});
+  return request(path(session, `live?${new URLSearchParams(query)}`), {});
 }
 
 export function act(session, name, body = {}) {
-  return request(`api/sessions/${session ?? NEW}/acts`, {
+  return request(path(session, "acts"), {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ act: name, ...body }),
