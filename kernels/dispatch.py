@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import BatchMetadata, PagedStore
+
+log = logging.getLogger("kvscope.kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +55,22 @@ REFERENCE = Operations(
 def operations(device: torch.device) -> Operations:
     """The operations for tensors on `device`."""
     return REFERENCE
+
+
+@cache
+def cpu_kernels() -> ModuleType | None:
+    """`kernels.cpu_step`, compiled, for models on the CPU; None, with one warning, where it can't be had."""
+    try:
+        from kernels import cpu_compile
+
+        if not cpu_compile.is_supported():
+            log.warning("This processor lacks AVX2 and F16C; decoding takes the slower way.")
+            return None
+        if not cpu_compile.is_cached():
+            log.warning("Compiling the CPU kernels; this happens once and takes up to half a minute.")
+        from kernels import cpu_step
+
+        return cpu_step
+    except Exception as error:  # numba raises errors of its own, LLVM's and the linker's
+        log.warning("The CPU kernels can't be compiled (%s); decoding takes the slower way.", type(error).__name__)
+        return None

@@ -13,13 +13,18 @@ class BatchMetadata(Protocol):
     """S sequences with T tokens in all, tokens of a sequence adjacent. Tensors lie on the model's device."""
 
     @property
+    def positions(self) -> Tensor:
+        """int64 [T]: position of each token in its sequence."""
+        ...
+
+    @property
     def slot_mapping(self) -> Tensor:
         """int64 [T]: block_id * block_size + offset of the slot that takes the token's K and V."""
         ...
 
     @property
     def block_tables(self) -> Tensor:
-        """int32 [S, blocks], padded with the null block 0."""
+        """int32 [S, blocks], padded with the null block 0; contiguous."""
         ...
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from engine.models.attention import Attention, StepContext
 from engine.models.config import ModelConfig
 from engine.models.layers import Embedding, Linear, WeightFormat
 from kernels.dispatch import Operations
+
+if TYPE_CHECKING:
+    from kernels.cpu_step import FusedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +31,12 @@ class DecoderLayer:
     down: Linear
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.attention.qkv, self.attention.o, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
-        parts = (self.attention.qkv, self.attention.o, self.gate_up, self.down)
-        return sum(part.nbytes for part in parts) + self.attn_norm.nbytes + self.mlp_norm.nbytes
+        return sum(linear.nbytes for linear in self.linears) + self.attn_norm.nbytes + self.mlp_norm.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,36 @@ class DecoderWeights:
         return shared + self.head.nbytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
 
 
+    def block_formats(self) -> str:
+        """What matrices in blocks are kept in, the formats that take most bytes first; empty if there are none."""
+        sizes: Counter[str] = Counter()
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        for linear in (*linears, self.head):
+            for part in getattr(linear, "parts", ()):
+                sizes[part.name] += part.data.nbytes
+        return ", ".join(name for name, _ in sizes.most_common())
+
+
+def fuse_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
+    """The layers of a model in blocks as one call for steps of few tokens."""
+    from kernels import cpu_step
+
+    layers = []
+    for layer in weights.layers:
+        qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, cpu_step.BlockLinear))
+        norms = (layer.attn_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
+        layers.append(cpu_step.LayerParts(qkv, o, gate_up, down, *norms))
+    return cpu_step.FusedLayers(
+        layers,
+        weights.norm,
+        weights.inv_freq,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        eps=config.rms_norm_eps,
+        rope_scale=weights.rope_scale,
+    )
+
+
 class DecoderModel:
     """A loaded model. `dtype` is what it computes in, `weight_format` what its matrices are kept in."""
 
@@ -65,11 +103,12 @@ class DecoderModel:
         self.config = config
         self.device = device
         self.dtype = fmt.compute_dtype
-        self.weight_format = fmt.name
+        self.weight_format = weights.block_formats() or fmt.name
         self.weight_bytes = weights.nbytes
         self.warnings = warnings
         self.weights = weights
         self._operations = operations
+        self._fused = fuse_layers(config, weights) if fmt.blocks else None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
@@ -80,6 +119,8 @@ class DecoderModel:
     def hidden_states(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token."""
         ops, config, weights = self._operations, self.config, self.weights
+        if self._fused is not None and self._fused.fits(len(token_ids)):
+            return self._fused(weights.embedding(token_ids), cache, meta)
         cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
         step = StepContext(ops.plan_attention(meta, cache, config.num_heads, self.dtype), cos, sin)
         x = weights.embedding(token_ids)

@@ -12,25 +12,35 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.weights.source import WeightSource
 from kernels import packed_linear
-from kernels.dispatch import Operations
+from kernels.dispatch import Operations, cpu_kernels
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`name`, as shown; matrices in `dtype`, or `packed` for the CPU; norms, residuals and sums in `compute_dtype`."""
+    """`name`, as shown; matrices in `dtype`, or for the CPU `packed` or as quantised `blocks`; norms, residuals and
+    sums in `compute_dtype`. The name of a model in blocks is known once its matrices are.
+    """
 
     name: str
     dtype: torch.dtype
     compute_dtype: torch.dtype
     packed: bool = False
+    blocks: bool = False
+
+    @property
+    def rows_from_file(self) -> bool:
+        """Whether embedding rows are read from the file as they are needed."""
+        return self.packed or self.blocks
 
 
 def pick_format(device: torch.device, dtype: str) -> WeightFormat:
     """The weight format for `--dtype`. On a CPU everything but the matrices stays float32."""
     if dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"--dtype {dtype} is unknown; it is auto, {', '.join(_DTYPES)}.")
+    if device.type == "cpu" and dtype == "auto" and cpu_kernels() is not None:
+        return WeightFormat("int8", torch.int8, torch.float32, blocks=True)
     if device.type == "cpu":
         packed = packed_linear.is_available() and dtype in ("auto", "float16")
         name = ("float16" if packed else "float32") if dtype == "auto" else dtype
@@ -110,6 +120,8 @@ class WeightLoader:
 
     def linear(self, *names: str) -> Linear:
         """One product for the matrices `name.weight` stacked along their outputs, with `name.bias` where there is."""
+        if self.format.blocks:
+            return self._block_linear(names)
         matrices = [self.source.load(f"{name}.weight") for name in names]
         bias = self._bias(names, [len(matrix) for matrix in matrices])
         if self.format.packed:
@@ -119,8 +131,21 @@ class WeightLoader:
         weight = torch.cat(parts) if len(parts) > 1 else _own(parts[0], self.device, self.format.dtype)
         return PlainLinear(weight, bias, self.operations)
 
+    def _block_linear(self, names: Sequence[str]) -> Linear:
+        """What the file holds in blocks stays as it is, any other matrix is quantised to int8."""
+        from kernels import cpu_blocks
+
+        parts = []
+        for name in (f"{name}.weight" for name in names):
+            kind = self.source.block_format(name)
+            if kind is None:
+                parts.append(cpu_blocks.quantise(self.source.load(name)))
+            else:
+                parts.append(cpu_blocks.from_file(self.source.blocks(name), kind, self.shapes[name][1]))
+        return cpu_blocks.BlockLinear(parts, self._bias(names, [part.rows for part in parts]))
+
     def embedding(self, name: str) -> Embedding:
-        if self.format.packed:
+        if self.format.rows_from_file:
             return FileEmbedding(self.source, name)
         return TableEmbedding(_own(self.source.load(name), self.device, self.format.dtype), self.format.compute_dtype)
 
@@ -132,7 +157,7 @@ class WeightLoader:
             self.source.load(f"{name}.bias").float() if there else torch.zeros(size)
             for name, there, size in zip(names, present, sizes, strict=True)
         ]
-        dtype = torch.float32 if self.format.packed else self.format.dtype
+        dtype = torch.float32 if self.format.rows_from_file else self.format.dtype
         return torch.cat(parts).to(self.device, dtype)
 
 

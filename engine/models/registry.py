@@ -53,6 +53,7 @@ def load_model(
     fmt = pick_format(device, dtype)
     loader = WeightLoader(source, device, fmt, table)
     weights = _load_weights(loader, architecture, config, tied, progress)
+    source.release()
     return DecoderModel(config, weights, fmt, device, table, warnings)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from engine.errors import ModelFileError
 from engine.weights.gguf_container import TensorInfo, read_container
+from engine.weights.mapping import release_pages
 from engine.weights.names import from_gguf
 
 # The converter to GGUF interleaves each head's two rotary halves for these, and only these, of the ones we run.
 _PERMUTED_ARCHITECTURES = ("llama",)
+_BLOCKS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 _PLAIN = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 
 
@@ -39,13 +41,17 @@ class GGUFSource:
 
     def load(self, name: str) -> Tensor:
         info = self._tensors[name]
-        raw = self._raw(info)
-        heads = self._heads.get(".".join(name.split(".")[2:]))
-        if heads:
-            # Rows are quantised one by one, so the raw rows can be put in order.
-            raw = raw.reshape(heads, -1, 2, info.nbytes // info.shape[0])
-            raw = np.ascontiguousarray(raw.swapaxes(1, 2)).reshape(info.shape[0], -1)
-        return self._decode(raw, info, info.shape)
+        return self._decode(self._ordered(name), info, info.shape)
+
+    def block_format(self, name: str) -> str | None:
+        kind = self._tensors[name].quant_type
+        return kind.name if kind in _BLOCKS else None
+
+    def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self._ordered(name)
+
+    def release(self) -> None:
+        release_pages(self._data)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         info = self._tensors[name]
@@ -55,6 +61,16 @@ class GGUFSource:
     def same(self, first: str, second: str) -> bool:
         a, b = self._tensors[first], self._tensors[second]
         return (a.shape, a.quant_type) == (b.shape, b.quant_type) and np.array_equal(self._raw(a), self._raw(b))
+
+    def _ordered(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Raw rows; each is quantised on its own, so those of interleaved heads can be put in order."""
+        info = self._tensors[name]
+        raw = self._raw(info)
+        heads = self._heads.get(".".join(name.split(".")[2:]))
+        if not heads:
+            return raw
+        raw = raw.reshape(heads, -1, 2, info.nbytes // info.shape[0])
+        return np.ascontiguousarray(raw.swapaxes(1, 2)).reshape(info.shape[0], -1)
 
     def _raw(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """uint8 [rows, bytes of a row], a view of the mapped file."""

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ModelFileError
+from engine.weights.mapping import release_pages
 from engine.weights.names import from_safetensors
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -49,6 +51,16 @@ class SafetensorsSource:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         return self._view(name)[ids].float()
+
+    def block_format(self, name: str) -> str | None:
+        return None
+
+    def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        raise ModelFileError(f"The model's tensor {name} is not quantised in blocks.")
+
+    def release(self) -> None:
+        for data in {id(entry.data): entry.data for entry in self._entries.values()}.values():
+            release_pages(data)
 
     def same(self, first: str, second: str) -> bool:
         return torch.equal(self._view(first), self._view(second))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -25,6 +26,18 @@ class WeightSource(Protocol):
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """float32 [n, columns]: some rows of a matrix, read from the file without loading the rest."""
+        ...
+
+    def block_format(self, name: str) -> str | None:
+        """The GGUF type of a matrix whose rows `blocks` gives; None for one that it has not."""
+        ...
+
+    def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """uint8 [rows, bytes of a row]: a matrix of type Q4_0, Q4_1 or Q8_0 as it lies in the file, heads in order."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the memory that holds what was read of the file; it is read again when needed."""
         ...
 
     def same(self, first: str, second: str) -> bool:

@@ -1,0 +1,203 @@
+"""Rotary embedding, storing of K and V, and attention over the paged cache, for `cpu_decode`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kernels import cpu_ir as ir
+from kernels import cpu_records as rec
+from kernels.cpu_compile import compiled
+from kernels.cpu_product import draw, finish
+
+
+@compiled("void(int64, int64)")
+def angles(step: int, out: int) -> None:
+    """cos, then sin, [TOKENS, 2, dim / 2]."""
+    model = ir.word(step, rec.MODEL)
+    half, scale = ir.word(model, rec.DIM) // 2, ir.get(ir.word(model, rec.SCALARS), 1)
+    for t in range(ir.word(step, rec.TOKENS)):
+        position = np.float32(ir.word(ir.word(step, rec.POSITIONS), t))
+        for i in range(half):
+            angle = position * ir.get(ir.word(model, rec.INV_FREQ), i)
+            ir.put(out, 2 * t * half + i, math.cos(angle) * scale)
+            ir.put(out, (2 * t + 1) * half + i, math.sin(angle) * scale)
+
+
+@compiled("void(int64, int64, int64, float32, int64)")
+def _turn(head: int, half: int, weight: int, eps: float, angle: int) -> None:
+    """Norm (where there is a weight) and rotate one head in place."""
+    if weight:
+        total = np.float32(0.0)
+        for i in range(2 * half):
+            total += ir.get(head, i) * ir.get(head, i)
+        scale = np.float32(1.0) / np.float32(math.sqrt(total / np.float32(2 * half) + eps))
+        for i in range(2 * half):
+            ir.put(head, i, ir.get(head, i) * scale * ir.get(weight, i))
+    for i in range(half):
+        a, b, cos, sin = ir.get(head, i), ir.get(head, half + i), ir.get(angle, i), ir.get(angle, half + i)
+        ir.put(head, i, a * cos - b * sin)
+        ir.put(head, half + i, b * cos + a * sin)
+
+
+@compiled("int64(int64)")
+def _plane(step: int) -> int:
+    """Bytes of the keys of one layer in a block."""
+    model = ir.word(step, rec.MODEL)
+    size = 4 if ir.word(step, rec.KV_KIND) == ir.FP32 else 2
+    return ir.word(step, rec.BLOCK_SIZE) * ir.word(model, rec.KV_HEADS) * ir.word(model, rec.DIM) * size
+
+
+@compiled("int64(int64, int64, int64, int64, int64)")
+def _key_place(step: int, layer: int, kv_head: int, block: int, offset: int) -> int:
+    model, per_extent, plane = ir.word(step, rec.MODEL), ir.word(step, rec.EXTENT_BLOCKS), _plane(step)
+    extent = ir.word(ir.word(step, rec.EXTENTS), block // per_extent)
+    stride = plane // ir.word(step, rec.BLOCK_SIZE)
+    index = (block % per_extent) * ir.word(model, rec.LAYERS) + layer
+    return extent + index * 2 * plane + offset * stride + kv_head * (stride // ir.word(model, rec.KV_HEADS))
+
+
+@compiled("void(int64, int64, int64, int64)")
+def _save(kind: int, place: int, values: int, dim: int) -> None:
+    if kind == ir.FP32:
+        ir.save_fp32(place, values, dim)
+    elif kind == ir.FP16:
+        ir.save_fp16(place, values, dim)
+    else:
+        ir.save_bf16(place, values, dim)
+
+
+@compiled("int64(int64, int64, int64, int64, int64)")
+def store(sync: int, phase: int, step: int, layer: int, angle: int) -> int:
+    """Turn queries and keys in place in QKV, put keys and values into the cache, as far as tickets go."""
+    model = ir.word(step, rec.MODEL)
+    record = ir.word(model, rec.LAYER_RECORDS) + layer * rec.LAYER_WORDS * 8
+    heads, kv_heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
+    kind, block_size = ir.word(step, rec.KV_KIND), ir.word(step, rec.BLOCK_SIZE)
+    eps = ir.get(ir.word(model, rec.SCALARS), 0)
+    group, total = heads // kv_heads, ir.word(step, rec.TOKENS) * kv_heads
+    task = draw(sync, phase)
+    while task < total:
+        t, kv = task // kv_heads, task % kv_heads
+        row, turned = ir.word(step, rec.QKV) + t * ir.word(step, rec.QKV_WIDTH) * 4, angle + t * dim * 4
+        for head in range(kv * group, (kv + 1) * group):
+            _turn(row + head * dim * 4, dim // 2, ir.word(record, rec.Q_NORM), eps, turned)
+        key = row + (heads + kv) * dim * 4
+        _turn(key, dim // 2, ir.word(record, rec.K_NORM), eps, turned)
+        slot = ir.word(ir.word(step, rec.SLOTS), t)
+        place = _key_place(step, layer, kv, slot // block_size, slot % block_size)
+        _save(kind, place, key, dim)
+        _save(kind, place + _plane(step), key + kv_heads * dim * 4, dim)
+        finish(sync, phase)
+        task = draw(sync, phase)
+    return total
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, float32)")
+def _scores(kind: int, out: int, q: int, keys: int, count: int, model: int, scale: float) -> None:
+    dim, size = ir.word(model, rec.DIM), 4 if kind == ir.FP32 else 2
+    stride = ir.word(model, rec.KV_HEADS) * dim * size
+    if kind == ir.FP32:
+        ir.scores_fp32(out, q, keys, count, stride, dim, scale)
+    elif kind == ir.FP16:
+        ir.scores_fp16(out, q, keys, count, stride, dim, scale)
+    else:
+        ir.scores_bf16(out, q, keys, count, stride, dim, scale)
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64)")
+def _accumulate(kind: int, out: int, weights: int, values: int, count: int, model: int) -> None:
+    dim, size = ir.word(model, rec.DIM), 4 if kind == ir.FP32 else 2
+    stride = ir.word(model, rec.KV_HEADS) * dim * size
+    if kind == ir.FP32:
+        ir.accumulate_fp32(out, weights, values, count, stride, dim)
+    elif kind == ir.FP16:
+        ir.accumulate_fp16(out, weights, values, count, stride, dim)
+    else:
+        ir.accumulate_bf16(out, weights, values, count, stride, dim)
+
+
+@compiled("void(int64, int64, int64)")
+def _soften(line: int, count: int, part: int) -> None:
+    """Scores into exp(score - largest), padded to 8; largest and their sum into part[0], part[1]."""
+    largest = np.float32(-np.inf)
+    for i in range(count):
+        largest = max(largest, ir.get(line, i))
+    whole = (count + 7) // 8 * 8
+    for i in range(count, whole):
+        ir.put(line, i, np.float32(-np.inf))
+    ir.put(part, 0, largest)
+    ir.put(part, 1, ir.exp_sum(line, whole, largest))
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
+def _attend(step: int, layer: int, t: int, kv: int, start: int, end: int, scores: int) -> None:
+    """Positions start:end of one KV head, for the query heads that share it; each block is read once for all."""
+    model, kind, block_size = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND), ir.word(step, rec.BLOCK_SIZE)
+    dim, splits, heads = ir.word(model, rec.DIM), ir.word(step, rec.SPLITS), ir.word(model, rec.HEADS)
+    group = heads // ir.word(model, rec.KV_HEADS)
+    table = ir.word(step, rec.TABLES) + ir.word(ir.word(step, rec.SEQUENCES), t) * ir.word(step, rec.TABLE_WIDTH) * 4
+    query = ir.word(step, rec.QKV) + (t * ir.word(step, rec.QKV_WIDTH) + kv * group * dim) * 4
+    part_bytes = splits * (dim + 2) * 4
+    part = ir.word(step, rec.PARTS) + (t * heads + kv * group) * part_bytes + (start // rec.SPLIT) * (dim + 2) * 4
+    scale = np.float32(1.0) / np.float32(math.sqrt(np.float32(dim)))
+    for values in range(2):
+        position = start
+        while position < end:
+            offset = position % block_size
+            count = min(block_size - offset, end - position)
+            place = _key_place(step, layer, kv, ir.word32(table, position // block_size), offset)
+            for g in range(group):
+                line = scores + (g * rec.SPLIT + position - start) * 4
+                if values:
+                    _accumulate(kind, part + g * part_bytes, line, place + _plane(step), count, model)
+                else:
+                    _scores(kind, line, query + g * dim * 4, place, count, model, scale)
+            position += count
+        if values == 0:
+            for g in range(group):
+                for i in range(dim):
+                    ir.put(part + g * part_bytes, i, np.float32(0.0))
+                _soften(scores + g * rec.SPLIT * 4, end - start, part + g * part_bytes + dim * 4)
+
+
+@compiled("int64(int64, int64, int64, int64, int64)")
+def attention(sync: int, phase: int, step: int, layer: int, scores: int) -> int:
+    """Each token over the cached positions up to its own, split by split into PARTS, as far as tickets go."""
+    kv_heads, splits = ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS), ir.word(step, rec.SPLITS)
+    total = ir.word(step, rec.TOKENS) * kv_heads * splits
+    task = draw(sync, phase)
+    while task < total:
+        t, kv, split = task // (kv_heads * splits), task // splits % kv_heads, task % splits
+        context = ir.word(ir.word(step, rec.POSITIONS), t) + 1
+        if split * rec.SPLIT < context:
+            _attend(step, layer, t, kv, split * rec.SPLIT, min((split + 1) * rec.SPLIT, context), scores)
+        finish(sync, phase)
+        task = draw(sync, phase)
+    return total
+
+
+@compiled("void(int64, int64)")
+def combine(step: int, out: int) -> None:
+    """The splits of each head, weighted, into out [TILED, heads padded]."""
+    model = ir.word(step, rec.MODEL)
+    heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
+    for t in range(ir.word(step, rec.TOKENS)):
+        splits = ir.word(ir.word(step, rec.POSITIONS), t) // rec.SPLIT + 1
+        for head in range(heads):
+            part = ir.word(step, rec.PARTS) + (t * heads + head) * ir.word(step, rec.SPLITS) * (dim + 2) * 4
+            line = out + (t * ir.word(model, rec.HEADS_PADDED) + head * dim) * 4
+            largest, total = np.float32(-np.inf), np.float32(0.0)
+            for split in range(splits):
+                largest = max(largest, ir.get(part, split * (dim + 2) + dim))
+            for i in range(dim):
+                ir.put(line, i, np.float32(0.0))
+            for split in range(splits):
+                own = part + split * (dim + 2) * 4
+                weight = np.float32(math.exp(ir.get(own, dim) - largest))
+                total += weight * ir.get(own, dim + 1)
+                for i in range(dim):
+                    ir.put(line, i, ir.get(line, i) + weight * ir.get(own, i))
+            for i in range(dim):
+                ir.put(line, i, ir.get(line, i) / total)

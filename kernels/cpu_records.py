@@ -1,0 +1,41 @@
+"""What compiled CPU kernels are given: int64 words at an address, these are their indices.
+
+With arrays and tuples numba takes more than a minute to compile the kernels; with addresses and numbers, seconds.
+"""
+
+from __future__ import annotations
+
+TASK_WEIGHTS = 32768  # weights that one task of a product takes, about
+SPLIT = 128  # cached positions that one task of attention takes
+SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
+PHASES = 8  # of a layer
+
+# A matrix: its blocks, their format, bytes and blocks of a row, rows, float32 bias (0: none), float32 factor.
+ADDRESS, FORMAT, ROW_BYTES, BLOCKS, ROWS, BIAS, FACTOR, MATRIX_WORDS = range(8)
+
+# A layer: seven matrices, then the float32 weights of its norms (0: queries and keys are not normed).
+Q, K, V, O, GATE, UP, DOWN, MATRICES = range(8)  # noqa: E741
+ATTN_NORM, MLP_NORM, Q_NORM, K_NORM = range(MATRICES * MATRIX_WORDS, MATRICES * MATRIX_WORDS + 4)
+LAYER_WORDS = K_NORM + 1
+
+# A model. Padded sizes are the next multiple of 32; EPS and ROPE_SCALE lie as float32 at SCALARS.
+(LAYERS, LAYER_RECORDS, HIDDEN, HIDDEN_PADDED, INNER_PADDED, HEADS, KV_HEADS, DIM, HEADS_PADDED) = range(9)
+(SCALARS, INV_FREQ, NORM, MODEL_WORDS) = range(9, 13)
+
+# A step. TOKENS tokens in TILED rows of float32 buffers: X [TILED, hidden padded] the residual stream, QKV, PARTS
+# [TILED, heads, splits, dim + 2] (values, largest score, sum of weights), ACT [TILED, inner padded], OUT like X.
+# SCRATCH of a thread: NORMED [TILED, widest input], SUMS of its blocks, DOTS, SCORES, ANGLES at these float offsets.
+(MODEL, TOKENS, TILED, X, QKV, QKV_WIDTH, PARTS, SPLITS, ACT, OUT) = range(10)
+(SCRATCH, SCRATCH_BYTES, SUMS, DOTS, SCORES, ANGLES) = range(10, 16)
+# int64 [TOKENS] positions, slots, rows of the block tables; int32 tables.
+(POSITIONS, SLOTS, SEQUENCES, TABLES, TABLE_WIDTH) = range(16, 21)
+# The cache: int64 addresses of extents, blocks [layers, 2, block size, KV heads, dim] in each.
+(EXTENTS, EXTENT_BLOCKS, BLOCK_SIZE, KV_KIND, STEP_WORDS) = range(21, 26)
+
+
+def padded(columns: int) -> int:
+    return -(-columns // 32) * 32
+
+
+def task_rows(columns: int) -> int:
+    return max(1, TASK_WEIGHTS // padded(columns))
