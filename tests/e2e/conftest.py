@@ -37,8 +37,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def folders(default_model: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Makes data folders that have the default model already."""
+def folders(
+    browser: Browser, default_model: ModelSource, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Path]:
+    """Makes data folders that have the default model already. Without a browser nothing is fetched."""
 
     def make() -> Path:
         folder = tmp_path_factory.mktemp("data")
@@ -50,7 +52,7 @@ def folders(default_model: ModelSource, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="package")
-def app(browser: Browser, folders: Callable[[], Path]) -> Iterator[AppProcess]:
+def app(folders: Callable[[], Path]) -> Iterator[AppProcess]:
     """One app for the tests that do not end it; each uses sessions of its own."""
     started = AppProcess(folders(), "--max-seq-len", str(CONTEXT))
     try:
