@@ -234,7 +234,7 @@ class ChatService:
             params=plan.params,
             session_id=session.id,
             cause=self._cause(session.id, cause, last_turn, plan),
-            stored_cache_pos=last_turn.stats["cache_pos"] if last_turn else 0,
+            stored_cache_pos=_cached_then(last_turn),
         )
         limit = effective_max_tokens(len(prompt_ids), self._planner.context_limit, plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
@@ -307,6 +307,12 @@ class ChatService:
                 return message
             message_id = message.parent_id
         raise InvalidRequest("There is no user message to answer.")
+
+
+def _cached_then(last_turn: TurnRecord | None) -> int:
+    """Tokens in the cache after the last turn; an imported chat may carry any numbers, or none."""
+    count = last_turn.stats.get("cache_pos") if last_turn is not None else None
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _check_content(content: str) -> None:

@@ -16,6 +16,7 @@ from sessions.store import SessionStore
 from ui.turn import Turn
 
 STORE_EVERY_S = 0.5
+WAIT_RATIO = 10
 log = logging.getLogger("kvscope.recorder")
 
 
@@ -35,13 +36,16 @@ def record(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_
 
 def _run(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
     error: KVScopeError | None = None
-    last_stored = time.monotonic()
+    next_store = time.monotonic() + STORE_EVERY_S
     try:
         for event in stream:
             turn.add(event)
-            if isinstance(event, TokenDelta) and time.monotonic() - last_stored > STORE_EVERY_S:
+            began = time.monotonic()
+            if isinstance(event, TokenDelta) and began >= next_store:
                 error = _try(lambda: _store_partial(store, turn))
-                last_stored = time.monotonic()
+                # While the database is locked each attempt waits; the reply must not stand still for most of the time.
+                waited = time.monotonic() - began
+                next_store = began + waited + max(STORE_EVERY_S, WAIT_RATIO * waited)
             elif isinstance(event, Finished):
                 error = _try(lambda event=event: _store_finished(store, turn, event, model))
             elif isinstance(event, Failed):

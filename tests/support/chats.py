@@ -26,10 +26,12 @@ SCRIPTED = SamplingParams(temperature=0)
 class TinyChat:
     """What `app.py` wires, over the database in `folder`; opening the same folder again is a restart."""
 
-    def __init__(self, folder: Path, clock: Callable[[], datetime] | None = None, **engine: Any) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], datetime] | None = None, busy_timeout_s: float = 10.0, **engine: Any
+    ) -> None:
         self._engine_options = {"block_size": BLOCK, **engine}
         options = {} if clock is None else {"clock": clock}
-        self.store = SessionStore(folder / "chats.db", **options)
+        self.store = SessionStore(folder / "chats.db", busy_timeout_s=busy_timeout_s, **options)
         self.engine: RecordingEngine = tiny_engine(**self._engine_options)
         self.service = ChatService(self.store, self.engine)
 
