@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from app import default_data_dir
@@ -36,10 +37,13 @@ def photograph(app: AppProcess, executable: str, picture: Path) -> None:
             app.request("PATCH", f"/api/sessions/{session}", {"params": params})
             tab.ask(text)
         tab.page.wait_for_timeout(2500)
-        tab.page.mouse.move(720, 450)
+        tab.page.mouse.move(1, 1)
         tab.page.screenshot(path=picture)
         visitor.close()
         browser.close()
+    with Image.open(picture) as image:
+        small = image.convert("RGB")
+    small.save(picture, optimize=True)
 
 
 def main() -> None:
