@@ -19,6 +19,9 @@ from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
 
+BLOCK_WEIGHTS = 32
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
@@ -75,11 +78,19 @@ def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -
     own_head = "head.weight" in shapes and not config.tied and not source.same("head.weight", "embed.weight")
     if not own_head:
         shapes.pop("head.weight", None)
-    elif fmt.packed:
+    elif fmt.rows_from_file:
         del shapes["embed.weight"]
-    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    matrices = sum(_matrix_bytes(source, name, shape, fmt) for name, shape in shapes.items() if len(shape) > 1)
     norms = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
-    return matrices * fmt.dtype.itemsize + norms * fmt.compute_dtype.itemsize
+    return matrices + norms * fmt.compute_dtype.itemsize
+
+
+def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> int:
+    """Matrices in blocks keep the file's own where it has them, else they become int8 with a scale per block."""
+    if not fmt.blocks:
+        return math.prod(shape) * fmt.dtype.itemsize
+    blocks = math.prod(shape[:-1]) * -(-shape[-1] // BLOCK_WEIGHTS)
+    return blocks * BLOCK_BYTES[source.block_format(name) or "Q8_0"]
 
 
 def _auto_kv_format(fmt: WeightFormat) -> str:
