@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from app import default_data_dir
@@ -41,9 +40,6 @@ def photograph(app: AppProcess, executable: str, picture: Path) -> None:
         tab.page.screenshot(path=picture)
         visitor.close()
         browser.close()
-    with Image.open(picture) as image:
-        small = image.convert("RGB")
-    small.save(picture, optimize=True)
 
 
 def main() -> None:
