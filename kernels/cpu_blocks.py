@@ -22,7 +22,7 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 
 FORMATS = {"Q4_0": cpu_ir.Q4_0, "Q4_1": cpu_ir.Q4_1, "Q8_0": cpu_ir.Q8_0}
 BLOCK = 32
-MAX_ROWS = 8  # of activations that go through the kernels; more are cheaper as a dense product
+MAX_ROWS = 32  # of activations that go through the kernels; more are cheaper as a dense product
 SCRATCH_FLOATS = 1 << 21
 
 

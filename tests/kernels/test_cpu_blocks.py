@@ -1,0 +1,94 @@
+"""Products over quantised blocks against dequantise + float64, for each format, few rows and many."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kernels.dispatch import cpu_kernels
+
+pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="the CPU kernels can't be compiled here")
+
+KINDS = ("Q4_0", "Q4_1", "Q8_0")
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def from_gguf(kind, rows, columns, seed=0):
+    """The matrix, and what its blocks stand for by the reference implementation."""
+    from kernels import cpu_blocks
+
+    quant = gguf.GGMLQuantizationType[kind]
+    data = gguf.quantize(random(rows, columns, seed=seed).numpy(), quant)
+    return cpu_blocks.from_file(data, kind, columns), torch.from_numpy(gguf.dequantize(data, quant)).double()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_equal_dequantised_weights(kind, tokens):
+    from kernels import cpu_blocks
+
+    parts, weights = zip(*(from_gguf(kind, rows, 96, seed) for seed, rows in enumerate((130, 7))), strict=True)
+    bias, x = random(137, seed=3), random(tokens, 96, seed=4)
+    result = cpu_blocks.BlockLinear(parts, bias)(x)
+    expected = x.double() @ torch.cat(weights).T + bias
+    torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("columns", [8, 40, 64, 100])
+def test_other_weights_become_int8_of_any_width(columns, tokens):
+    from kernels import cpu_blocks
+
+    weight, x = random(50, columns), random(tokens, columns, seed=1)
+    linear = cpu_blocks.BlockLinear([cpu_blocks.quantise(weight)], None)
+    expected = x.double() @ weight.double().T
+    bound = x.abs().sum(1, keepdim=True) * weight.abs().max() / 127
+    assert ((linear(x) - expected).abs() <= bound).all()
+    assert linear(x).double().sub(expected).abs().max() > 0, "an exact result would mean that nothing was quantised"
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-7, 1.0, 1e7, 1e30])
+def test_any_range_of_weights_keeps_its_digits(factor):
+    """A float16 scale alone would make zero of the small ones and infinity of the large ones."""
+    from kernels import cpu_blocks
+
+    weight, x = random(32, 64), random(3, 64, seed=1)
+    results = [cpu_blocks.BlockLinear([cpu_blocks.quantise(weight * f)], None)(x) for f in (1.0, factor)]
+    torch.testing.assert_close(results[1] / factor, results[0], atol=0.2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_weight_shows_in_its_row(bad):
+    from kernels import cpu_blocks
+
+    weight = random(4, 64)
+    weight[2, 5] = bad
+    result = cpu_blocks.BlockLinear([cpu_blocks.quantise(weight)], None)(random(1, 64, seed=1))
+    assert not torch.isfinite(result[0, 2])
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """Bit for bit: replies must not change with what else is in the batch."""
+    from kernels import cpu_blocks
+
+    linear, x = cpu_blocks.BlockLinear([from_gguf("Q4_1", 64, 96)[0]], None), random(9, 96)
+    x[1:] *= 1e4
+    assert torch.equal(linear(x)[:1], linear(x[:1]))
+
+
+def test_zero_rows_of_int8_stay_zero():
+    from kernels import cpu_blocks
+
+    weight = random(3, 32)
+    weight[1] = 0
+    result = cpu_blocks.BlockLinear([cpu_blocks.quantise(weight)], None)(random(2, 32))
+    assert (result[:, 1] == 0).all() and (result[:, 0] != 0).all()
+
+
+def test_blocks_are_kept_as_they_are_and_counted():
+    matrix, _ = from_gguf("Q4_1", 8, 64)
+    assert matrix.data.nbytes == 8 * 2 * 20
+    assert np.array_equal(matrix.data, gguf.quantize(random(8, 64).numpy(), gguf.GGMLQuantizationType.Q4_1))

@@ -1,0 +1,146 @@
+"""Short steps as one compiled call against the layers one by one, on the same weights."""
+
+import logging
+import sys
+
+import gguf
+import pytest
+import torch
+
+from engine.models.registry import load_model
+from kernels import dispatch
+from kernels.dispatch import cpu_kernels
+from tests.support.batches import make_cache, make_metadata
+from tests.support.tiny_models import KINDS, VOCAB, save_gguf, save_safetensors, tiny_model
+
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="the CPU kernels can't be compiled here")
+CPU = torch.device("cpu")
+IDS = torch.randint(0, VOCAB, (300,), generator=torch.Generator().manual_seed(1))
+TABLE = (torch.randperm(90, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def load(folder, kind, quant):
+    """Loaded with `--dtype auto`; `quant` None is safetensors."""
+    model = tiny_model(kind)
+    if quant is None:
+        return load_model(save_safetensors(model, folder / kind), CPU)
+    return load_model(save_gguf(model, folder / f"{kind}-{quant}.gguf", gguf.GGMLQuantizationType[quant]), CPU)
+
+
+def run(model, fused, dtype=torch.float32, chunks=(133, 1, 1, 5, 1, 32, 1), **cache):
+    """Logits of all rows, the tokens going in as `chunks`; without `fused`, layer by layer."""
+    kept, store, rows, start = model._fused, make_cache(model, blocks=96, dtype=dtype, **cache), [], 0
+    model._fused = kept if fused else None
+    for count in chunks:
+        rows.append(model.forward(IDS[start : start + count], store, make_metadata([(start, count, TABLE)])))
+        start += count
+    model._fused = kept
+    return torch.cat(rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quant", [None, "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_fused_equals_layer_by_layer(folder, kind, quant):
+    model = load(folder, kind, quant)
+    difference = (run(model, True, blocks_per_extent=7) - run(model, False)).abs().max()
+    assert difference < 1e-3, "NaN here means that a slot was read before it was written"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_caches(folder, dtype):
+    """A key that rounds the other way is one step of its type off, so the bound follows that step."""
+    model = load(folder, "qwen3", "Q8_0")
+    result, expected = run(model, True, dtype, blocks_per_extent=11), run(model, False, dtype)
+    assert (result - expected).abs().max() < torch.finfo(dtype).eps * expected.abs().max()
+
+
+@needs_kernels
+def test_resumed_token_by_token_equals_one_go(folder):
+    model = load(folder, "llama", "Q4_1")
+    one_go, single = run(model, True, chunks=(150,)), run(model, True, chunks=(100, *[1] * 50))
+    assert (one_go - single).abs().max() < 1e-3
+
+
+@needs_kernels
+def test_sequences_of_a_batch_equal_each_alone(folder):
+    """Decodes, a chunk in mid-prompt and a fresh prompt in one step; the same bits as alone."""
+    model = load(folder, "qwen2", "Q4_0")
+    tables = [TABLE[i * 20 : (i + 1) * 20] for i in range(4)]
+    before, counts = (70, 7, 20, 0), (1, 1, 13, 9)
+
+    def store():
+        cache = make_cache(model, blocks=96, blocks_per_extent=5)
+        for table, count in zip(tables, before, strict=True):
+            if count:
+                model.forward(IDS[:count], cache, make_metadata([(0, count, table)]))
+        return cache
+
+    items = list(zip(before, counts, tables, strict=True))
+    together = model.forward(torch.cat([IDS[s : s + n] for s, n, _ in items]), store(), make_metadata(items))
+    alone = [model.forward(IDS[s : s + n], store(), make_metadata([(s, n, t)])) for s, n, t in items]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tensor", [0, 1], ids=["key", "value"])
+def test_bad_values_in_the_context_reach_the_result(folder, tensor):
+    model = load(folder, "llama", "Q8_0")
+    cache = make_cache(model, blocks=96)
+    model.forward(IDS[:9], cache, make_metadata([(0, 9, TABLE)]))
+    cache.extents[0][TABLE[1], 0, tensor, 2] = float("nan")
+    hidden = model.hidden_states(IDS[9:10], cache, make_metadata([(9, 1, TABLE)]))
+    assert not torch.isfinite(hidden).all()
+
+
+@needs_kernels
+def test_format_and_bytes_are_those_of_the_file(folder):
+    model = load(folder, "llama", "Q4_1")
+    matrices = sum(p.numel() for n, p in tiny_model("llama").named_parameters() if p.ndim == 2)
+    norms = sum(p.numel() for p in tiny_model("llama").parameters() if p.ndim == 1)
+    assert model.weight_format == "q4_1 (file)"
+    assert model.weight_bytes == matrices * 20 // 32 + 4 * norms
+
+
+@needs_kernels
+def test_float32_is_not_quantised(folder):
+    path = save_safetensors(tiny_model("llama"), folder / "exact")
+    model = load_model(path, CPU, "float32")
+    with torch.no_grad():
+        expected = tiny_model("llama")(IDS[None, :20]).logits[0]
+    logits = model.forward(IDS[:20], make_cache(model, blocks=96), make_metadata([(0, 20, TABLE)]))
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_without_numba_the_model_runs_as_before(folder, monkeypatch, caplog):
+    monkeypatch.setattr("builtins.__import__", _no_numba(__import__))
+    cpu_kernels.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("kernels.cpu_")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(f"kernels.{name.split('.')[1]}", raising=False)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert dispatch.cpu_kernels() is None
+            model = load_model(save_safetensors(tiny_model("llama"), folder / "plain"), CPU)
+        assert model.weight_format in ("float16", "float32")
+        assert torch.isfinite(
+            model.forward(IDS[:5], make_cache(model, blocks=96), make_metadata([(0, 5, TABLE)]))
+        ).all()
+        assert len([r for r in caplog.records if r.name == "kvscope.kernels"]) == 1
+    finally:
+        cpu_kernels.cache_clear()
+
+
+def _no_numba(real):
+    def load_module(name, *arguments, **options):
+        if name.split(".")[0] in ("numba", "llvmlite"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    return load_module
