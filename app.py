@@ -76,6 +76,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens in a block of the KV cache (default: 16)",
     )
+    add(
+        "--chat-template",
+        metavar="NAME",
+        help="how messages become a prompt: chatml, llama-2, llama-3, mistral, zephyr or plain "
+        "(default: the model's own, or the one that its role markers fit)",
+    )
     add("--window", metavar="N", help="size of a sliding window (default: none; not available in this version)")
     add("--sinks", metavar="N", help="first tokens that a window keeps (default: none; not available in this version)")
     add(
@@ -149,6 +155,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_seq_len=options.max_seq_len,
         kv_budget=options.kv_budget,
         block_size=options.block_size,
+        chat_template=options.chat_template,
     )
 
 

@@ -16,6 +16,7 @@ class EngineConfig:
 
     `model` is a hub name, a folder or a `.gguf` file; None is the default model. `max_seq_len` None takes the model's
     own context length, cut down to what `kv_budget` (bytes of KV cache; None: a share of free memory) can hold.
+    `chat_template` names a bundled template; None is the model's own, or a fallback where it has none.
     """
 
     data_dir: Path
@@ -26,3 +27,4 @@ class EngineConfig:
     max_seq_len: int | None = None
     kv_budget: int | None = None
     block_size: int = 16
+    chat_template: str | None = None

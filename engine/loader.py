@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -41,6 +41,11 @@ class EngineParts:
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
+    def with_template(self, name: str) -> EngineParts:
+        """The same with another chat template. Raises `InvalidRequest` if there is none of this name."""
+        tokenizer = self.tokenizer.with_template(name)
+        return replace(self, tokenizer=tokenizer, warnings=(*tokenizer.warnings, *self.model.warnings))
+
     def capabilities(self) -> dict[str, Any]:
         """What the panel shows of the model, and what requests are checked against."""
         spec = self.cache.spec
@@ -58,6 +63,7 @@ class EngineParts:
             "bytes_per_token": spec.bytes_per_token,
             "vocab_size": self.vocab_size,
             "chat_template": self.tokenizer.template_name,
+            "chat_templates": list(self.tokenizer.template_names()),
             "warnings": list(self.warnings),
         }
 
@@ -66,7 +72,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     """Load what the configuration names. Raises `ModelFileError` and `ConfigError`, each one sentence."""
     device = pick_device(config.device)
     source = resolve(config.model, config.data_dir)
-    tokenizer = ChatTokenizer.from_source(source)
+    tokenizer = ChatTokenizer.from_source(source, config.chat_template)
     model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
     return assemble(config, model, tokenizer, source.name)
 

@@ -89,6 +89,18 @@ class LocalEngine:
     def metrics(self) -> dict[str, Any]:
         return self._call(lambda: self._steps().metrics_report())
 
+    def use_template(self, name: str) -> None:
+        """Render prompts by another chat template from now on; running replies end as they began.
+
+        What is cached of each session is cut where its next prompt differs. Raises `InvalidRequest`.
+        """
+
+        def change() -> None:
+            self._parts = self._need_parts().with_template(name)
+            self._steps().use_parts(self._parts)
+
+        self._call(change)
+
     def capabilities(self) -> dict[str, Any]:
         return self._need_parts().capabilities()
 

@@ -39,7 +39,11 @@ def _miss(position: int, cause: str, cached: list[int], wanted: tuple[int, ...],
 
 
 def _guess(cached: list[int], wanted: list[int], tokenizer: ChatTokenizer) -> str:
-    left = tokenizer.decode(cached[:_LOOK_AHEAD])
-    right = tokenizer.decode(wanted[:_LOOK_AHEAD])
+    left, right = _spelled(cached[:_LOOK_AHEAD], tokenizer), _spelled(wanted[:_LOOK_AHEAD], tokenizer)
     length = min(len(left), len(right)) // 2
     return "retokenised" if length and left[:length] == right[:length] else "template"
+
+
+def _spelled(token_ids: list[int], tokenizer: ChatTokenizer) -> bytes:
+    """Control tokens count by their names: other role markers around the same words are another template."""
+    return b"".join(tokenizer.shown_bytes(i) or tokenizer.token_text(i).encode() for i in token_ids)

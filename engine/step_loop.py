@@ -98,6 +98,10 @@ class StepLoop:
         twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
         self.scheduler.finish(twin)
 
+    def use_parts(self, parts: EngineParts) -> None:
+        """For turns to come: the same model and cache with another tokenizer."""
+        self._parts = parts
+
     def metrics_report(self) -> dict[str, Any]:
         """Counters since start and gauges of now, for `GET /metrics`."""
         pool = self.prefix_cache.pool

@@ -96,7 +96,7 @@ class ChatTokenizer:
         own, tokens = self._own_template(), _text_of(self._tokenizer.special_tokens_map)
         if own and name in (None, OWN):
             return ChatTemplate(OWN, own, tokens), ()
-        chosen = name or fallback_name(self._vocabulary.control_ids)
+        chosen = fallback_name(self._vocabulary.control_ids) if name is None else name
         template = ChatTemplate.bundled(chosen, tokens, self._vocabulary.adds_bos)
         if name is not None:
             return template, ()

@@ -7,6 +7,11 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.miss import find_miss
+from engine.protocol import GenerateRequest
+from engine.sequence import Sequence
 from engine.tokenizer import ChatTokenizer
 from tests.support import tiny_tokenizer as tiny
 from tests.support.chats import BLOCK, GREEDY, finished, tiny_chat
@@ -121,3 +126,24 @@ def test_the_date_in_the_head_stays_that_of_the_sessions_beginning(tmp_path, tem
         assert first_day in chat.prompt_text()
         chat.say(chat.store.create().id, "One?", "1<|eot_id|>")
         assert third_day in chat.prompt_text() and first_day not in chat.prompt_text()
+
+
+def test_the_reason_for_a_cut_tells_other_tokens_from_other_text():
+    """C04's neighbour: the same words between other role markers were told as "retokenised"."""
+    tokenizer = ChatTokenizer(tiny.merged_byte_level(template=tiny.CHATML, eos_token="<|im_end|>"))
+    whole = tuple(tokenizer.encode("The quick brown fox jumps over"))
+    letters = tuple(i for letter in "The quick brown fox jumps over" for i in tokenizer.encode(letter))
+    marked = (*tokenizer.encode("<|im_start|>"), *whole)
+    assert whole != letters
+    for cached, wanted, cause in (
+        (letters, whole, "retokenised"),
+        (whole, letters, "retokenised"),
+        (marked, (*tokenizer.encode("<|start_header_id|>"), *whole), "template"),
+        (marked, whole, "template"),
+    ):
+        sequence = Sequence(PrefixCache(BlockPool(8), BLOCK), "s")
+        sequence.set_tokens(cached)
+        sequence.cache_pos = len(cached)
+        miss = find_miss(sequence, GenerateRequest(wanted), tokenizer)
+        assert miss is not None and miss.cause == cause
+        assert (miss.cached_token, miss.wanted_token) == (cached[miss.position], wanted[miss.position])

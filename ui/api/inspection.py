@@ -1,4 +1,4 @@
-"""Routes that look: health, tokens of a text, a session's cache, memory, counters."""
+"""Routes that look: health, chat template (which may be changed), tokens of a text, cache, memory, counters."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     @api.get("/api/memory")
     async def memory() -> Response:
         return Json(await asyncio.to_thread(chat.engine.memory))
+
+    @api.get("/api/template")
+    async def template() -> Response:
+        return Json(_template(chat))
+
+    @api.put("/api/template")
+    async def use_template(request: Request) -> Response:
+        name = required_text(await read_object(request), "name")
+        await asyncio.to_thread(chat.engine.use_template, name)
+        return Json(_template(chat))
 
     @api.get("/api/sessions/{session_id}/cache")
     async def cache(session_id: str) -> Response:
@@ -93,6 +103,11 @@ def _metrics(chat: ChatService) -> str:
         return metrics_text(chat.engine.metrics())
     except EngineStopped:
         return metrics_text(None)
+
+
+def _template(chat: ChatService) -> dict[str, Any]:
+    known = chat.engine.capabilities()
+    return {"name": known["chat_template"], "names": known["chat_templates"]}
 
 
 async def _known_session(chat: ChatService, session_id: str) -> str:
