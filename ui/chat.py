@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
@@ -18,6 +18,7 @@ from engine.local import LocalEngine
 from engine.prompt import effective_max_tokens
 from engine.protocol import ChatMessage, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import fresh_seed
 from sessions.errors import NotStored
 from sessions.models import DEFAULT_TITLE, FAILED, PARTIAL, Message, Session, TurnRecord
 from sessions.store import SessionStore
@@ -223,15 +224,23 @@ class ChatService:
                 self._claimed.discard(session_id)
 
     def _answer(self, session: Session, user: Message, plan: PromptPlan, cause: str | None) -> Turn:
+        params = plan.params if plan.params.seed is not None else replace(plan.params, seed=fresh_seed())
+        # Settings and seed are all the random state there is: with them the reply can be made again.
         reply = self.store.add_message(
-            session.id, user.id, "assistant", "", status=PARTIAL, model=self._planner.model_name
+            session.id,
+            user.id,
+            "assistant",
+            "",
+            status=PARTIAL,
+            params=asdict(params),
+            model=self._planner.model_name,
         )
         self._remember_first_kept(session, plan, user)
         prompt_ids = plan.fitted.prompt.token_ids
         last_turn = next(reversed(self.store.turns(session.id)), None)
         request = GenerateRequest(
             prompt_ids=prompt_ids,
-            params=plan.params,
+            params=params,
             session_id=session.id,
             cause=self._cause(session.id, cause, last_turn, plan),
             stored_cache_pos=_cached_then(last_turn),
