@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
+from fastapi.testclient import TestClient
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_cache import PrefixCache
@@ -15,6 +16,7 @@ from engine.sequence import Sequence
 from engine.tokenizer import ChatTokenizer
 from tests.support import tiny_tokenizer as tiny
 from tests.support.chats import BLOCK, GREEDY, finished, tiny_chat
+from ui.api.routes import build_api
 
 EMPTY_THOUGHT = tiny.QWEN3.replace("enable_thinking is defined and enable_thinking is false", "true")
 CLOCK = "{{ '<|im_start|>system\nIt is ' + strftime_now('%Y-%m-%d %H:%M:%S') + '<|im_end|>\n' }}" + tiny.CHATML
@@ -126,6 +128,18 @@ def test_the_date_in_the_head_stays_that_of_the_sessions_beginning(tmp_path, tem
         assert first_day in chat.prompt_text()
         chat.say(chat.store.create().id, "One?", "1<|eot_id|>")
         assert third_day in chat.prompt_text() and first_day not in chat.prompt_text()
+
+
+def test_calls_without_a_session_get_the_real_day_and_no_time(tmp_path):
+    """C07's neighbour: a client's calls of one day share their head; the template's built-in date is never used."""
+    names = tiny.byte_level(template=tiny.LLAMA3, eos_token="<|im_end|>", bos_token="<|begin_of_text|>")
+    with tiny_chat(tmp_path, tokenizer=ChatTokenizer(names)) as chat, TestClient(build_api(chat.service)) as api:
+        before = datetime.now().astimezone()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "ignore_eos": True}
+        used = [api.post("/v1/chat/completions", json=body).json()["kvscope"]["reused_tokens"] for _ in range(2)]
+        days = {day.strftime("Today Date: %d %b %Y\n") for day in (before, datetime.now().astimezone())}
+        assert any(day in chat.prompt_text() for day in days) and "26 Jul 2024" not in chat.prompt_text()
+        assert len(days) == 2 or used[1] >= len(chat.engine.requests[-1].prompt_ids) - 1 - BLOCK
 
 
 def test_the_reason_for_a_cut_tells_other_tokens_from_other_text():
