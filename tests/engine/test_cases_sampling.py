@@ -81,7 +81,9 @@ def test_without_a_seed_replies_vary_and_each_tells_its_own(tmp_path):
         assert len(set(seeds)) == 3
         assert [record.stats["seed"] for record in chat.store.turns(session)] == seeds
         stored = [chat.store.message(turn.message_id).params for turn in turns]
-        assert [(params["seed"], params["temperature"]) for params in stored] == [(s, SEEDED.temperature) for s in seeds]
+        assert [(params["seed"], params["temperature"]) for params in stored] == [
+            (s, SEEDED.temperature) for s in seeds
+        ]
         again = chat.service.regenerate(session, params=replace(SEEDED, seed=seeds[1]))
         assert drawn(again) == texts[1]
 
