@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from app import default_data_dir
 from benchmarks.common import median, print_json, print_table, spread
 from engine.config import EngineConfig
 from engine.local import LocalEngine
 from engine.protocol import ChatMessage, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
-from engine.weights.catalog import default_data_dir, resolve
+from engine.weights.catalog import resolve
 
 TURNS = 20
 MEASURED_TURNS = (1, 5, 10, 20)

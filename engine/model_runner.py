@@ -14,6 +14,10 @@ from engine.models.registry import DecoderModel
 from engine.scheduler import ScheduledBatch
 
 
+SMALL_STEP = 32
+"""Steps of at most this many tokens run on one OpenMP thread (the compiled CPU kernels have threads of their own)."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`logits` float32 [N, vocab], one row per item that wants them, in order; `finite`: one flag per item."""
@@ -29,8 +33,18 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.pool = pool
+        self._threads = torch.get_num_threads()
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
+        # OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
+        # another program wants the processor: only large steps are worth more than one. It stays at one for sampling.
+        torch.set_num_threads(self._threads if batch.token_count > SMALL_STEP else 1)
+        try:
+            return self._execute(batch)
+        finally:
+            torch.set_num_threads(1)
+
+    def _execute(self, batch: ScheduledBatch) -> StepResult:
         self.sync_blocks()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
         hidden = self.model.hidden_states(token_ids, self.cache, meta)

@@ -139,12 +139,14 @@ class Team:
             del function, arguments, alive
 
 
+# Read at import: the engine later takes torch down to one thread for small steps.
+_THREADS = min(torch.get_num_threads(), MAX_THREADS)
 _team: Team | None = None
 
 
 def team() -> Team:
-    """The process's threads, as many as torch uses, at most MAX_THREADS."""
+    """The process's threads, as many as torch uses at first, at most MAX_THREADS."""
     global _team
     if _team is None:
-        _team = Team(min(torch.get_num_threads(), MAX_THREADS))
+        _team = Team(_THREADS)
     return _team
