@@ -13,7 +13,6 @@ from engine.kv_cache.cache import KVCache
 from engine.models.registry import DecoderModel
 from engine.scheduler import ScheduledBatch
 
-
 SMALL_STEP = 32
 """Steps of at most this many tokens run on one OpenMP thread (the compiled CPU kernels have threads of their own)."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from engine.detokenizer import Detokenizer
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.integrity import check_integrity
@@ -22,6 +21,7 @@ from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
+from engine.tokenizer.detokenizer import Detokenizer
 from engine.turn import ActiveTurn, QueueStream
 
 

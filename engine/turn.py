@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 
-from engine.detokenizer import Detokenizer
 from engine.errors import KVScopeError
 from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
 from engine.sampling.sampler import SamplingState
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import TurnMeter
+from engine.tokenizer.detokenizer import Detokenizer
 
 
 class QueueStream:

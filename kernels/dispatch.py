@@ -59,16 +59,16 @@ def operations(device: torch.device) -> Operations:
 
 @cache
 def cpu_kernels() -> ModuleType | None:
-    """`kernels.cpu_step`, compiled, for models on the CPU; None, with one warning, where it can't be had."""
+    """`kernels.cpu.step`, compiled, for models on the CPU; None, with one warning, where it can't be had."""
     try:
-        from kernels import cpu_compile
+        from kernels.cpu import compile as cpu_compile
 
         if not cpu_compile.is_supported():
             log.warning("This processor lacks AVX2 and F16C; decoding takes the slower way.")
             return None
         if not cpu_compile.is_cached():
             log.warning("Compiling the CPU kernels; this happens once and takes up to half a minute.")
-        from kernels import cpu_step
+        from kernels.cpu import step as cpu_step
 
         return cpu_step
     except Exception as error:  # numba raises errors of its own, LLVM's and the linker's

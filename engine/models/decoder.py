@@ -17,7 +17,7 @@ from engine.models.layers import Embedding, Linear, WeightFormat
 from kernels.dispatch import Operations
 
 if TYPE_CHECKING:
-    from kernels.cpu_step import FusedLayers
+    from kernels.cpu.step import FusedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class DecoderWeights:
         shared = 0 if self.tied_in_memory else self.embedding.nbytes
         return shared + self.head.nbytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
 
-
     def block_formats(self) -> str:
         """What matrices in blocks are kept in, the formats that take most bytes first; empty if there are none."""
         sizes: Counter[str] = Counter()
@@ -70,7 +69,7 @@ class DecoderWeights:
 
 def fuse_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
     """The layers of a model in blocks as one call for steps of few tokens."""
-    from kernels import cpu_step
+    from kernels.cpu import step as cpu_step
 
     layers = []
     for layer in weights.layers:

@@ -133,7 +133,7 @@ class WeightLoader:
 
     def _block_linear(self, names: Sequence[str]) -> Linear:
         """What the file holds in blocks stays as it is, any other matrix is quantised to int8."""
-        from kernels import cpu_blocks
+        from kernels.cpu import blocks as cpu_blocks
 
         parts = []
         for name in (f"{name}.weight" for name in names):

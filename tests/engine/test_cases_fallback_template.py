@@ -6,11 +6,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app import engine_config, make_parser
-from engine.chat_template import bundled_names
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.local import LocalEngine
 from engine.tokenizer import ChatTokenizer
+from engine.tokenizer.chat_template import bundled_names
 from tests.support import tiny_tokenizer as tiny
 from tests.support.chats import GREEDY, finished, tiny_chat
 from tests.support.tiny_models import save_safetensors, tiny_model

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import Detokenizer
 from engine.tokenizer import ChatTokenizer
+from engine.tokenizer.detokenizer import Detokenizer
 from tests.support import tiny_tokenizer as tiny
 
 HARD = "A 世界 e\u0301 👩‍👩‍👧‍👦 🇫🇷 end"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import Detokenizer
 from engine.errors import InvalidRequest
 from engine.protocol import ChatMessage
 from engine.tokenizer import ChatTokenizer
+from engine.tokenizer.detokenizer import Detokenizer
 from tests.support import tiny_tokenizer as tiny
 
 DAY = datetime(2031, 3, 4, 23, 59, 50)

@@ -18,7 +18,7 @@ def random(*shape, seed=0):
 
 def from_gguf(kind, rows, columns, seed=0):
     """The matrix, and what its blocks stand for by the reference implementation."""
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     quant = gguf.GGMLQuantizationType[kind]
     data = gguf.quantize(random(rows, columns, seed=seed).numpy(), quant)
@@ -28,7 +28,7 @@ def from_gguf(kind, rows, columns, seed=0):
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 70])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_equal_dequantised_weights(kind, tokens):
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     parts, weights = zip(*(from_gguf(kind, rows, 96, seed) for seed, rows in enumerate((130, 7))), strict=True)
     bias, x = random(137, seed=3), random(tokens, 96, seed=4)
@@ -40,7 +40,7 @@ def test_products_equal_dequantised_weights(kind, tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("columns", [8, 40, 64, 100])
 def test_other_weights_become_int8_of_any_width(columns, tokens):
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     weight, x = random(50, columns), random(tokens, columns, seed=1)
     linear = cpu_blocks.BlockLinear([cpu_blocks.quantise(weight)], None)
@@ -53,16 +53,18 @@ def test_other_weights_become_int8_of_any_width(columns, tokens):
 @pytest.mark.parametrize("factor", [1e-30, 1e-7, 1.0, 1e7, 1e30])
 def test_any_range_of_weights_keeps_its_digits(factor):
     """A float16 scale alone would make zero of the small ones and infinity of the large ones."""
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     weight, x = random(32, 64), random(3, 64, seed=1)
     results = [cpu_blocks.BlockLinear([cpu_blocks.quantise(weight * f)], None)(x) for f in (1.0, factor)]
-    torch.testing.assert_close(results[1] / factor, results[0], atol=0.2, rtol=1e-3)
+    # Each of the two is at most half a step away from the weights it was made of.
+    bound = x.abs().sum(1, keepdim=True) * weight.abs().max() / 127
+    assert ((results[1] / factor - results[0]).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_weight_shows_in_its_row(bad):
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     weight = random(4, 64)
     weight[2, 5] = bad
@@ -72,7 +74,7 @@ def test_a_bad_weight_shows_in_its_row(bad):
 
 def test_a_row_does_not_depend_on_its_neighbours():
     """Bit for bit: replies must not change with what else is in the batch."""
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     linear, x = cpu_blocks.BlockLinear([from_gguf("Q4_1", 64, 96)[0]], None), random(9, 96)
     x[1:] *= 1e4
@@ -80,7 +82,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_zero_rows_of_int8_stay_zero():
-    from kernels import cpu_blocks
+    from kernels.cpu import blocks as cpu_blocks
 
     weight = random(3, 32)
     weight[1] = 0

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.detokenizer import Detokenizer
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
@@ -22,6 +21,7 @@ from engine.protocol import (
     TokenLogprob,
 )
 from engine.stats import EngineMetrics, TurnMeter
+from engine.tokenizer.detokenizer import Detokenizer
 from tests.support.tiny_tokenizer import chat_tokenizer
 
 BLOCK = 16

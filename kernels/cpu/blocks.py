@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_ir
-from kernels.cpu_compile import team
-from kernels.cpu_product import dequantise, project
-from kernels.cpu_records import padded, task_rows
+from kernels.cpu import ir as cpu_ir
+from kernels.cpu.compile import team
+from kernels.cpu.product import dequantise, project
+from kernels.cpu.records import padded, task_rows
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.int64]]

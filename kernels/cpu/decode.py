@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels import cpu_ir as ir
-from kernels import cpu_records as rec
-from kernels.cpu_attention import angles, attention, combine, store
-from kernels.cpu_compile import compiled
-from kernels.cpu_product import block_sums, finished, gated, norm, product, task_count, wait
+from kernels.cpu import ir as ir
+from kernels.cpu import records as rec
+from kernels.cpu.attention import angles, attention, combine, store
+from kernels.cpu.compile import compiled
+from kernels.cpu.product import block_sums, finished, gated, norm, product, task_count, wait
 
 
 @compiled("void(int64, int64, int64, int64)")

@@ -10,7 +10,7 @@ from functools import lru_cache
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from engine.token_bytes import TokenBytes, decode_complete, well_formed
+from engine.tokenizer.token_bytes import TokenBytes, decode_complete, well_formed
 
 _SEGMENTS_KEPT = 8192
 _ALWAYS_SHOWN = ("<think>", "</think>")

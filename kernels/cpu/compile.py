@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numba.core import types
 
-from kernels.cpu_records import SYNC_BYTES
+from kernels.cpu.records import SYNC_BYTES
 
 MAX_THREADS = 8
 FAIR_SHARE = 0.8  # of a call that a thread must have been running for
@@ -39,7 +39,7 @@ def _cache_folder() -> Path | None:
     """A folder named after the sources, since numba's own check sees only the file that a function stands in."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for source in sorted(here.glob("cpu_*.py")):
+    for source in sorted(here.glob("*.py")):
         digest.update(source.read_bytes())
     name = _FOLDER + digest.hexdigest()[:16]
     for parent in (here / "__pycache__", Path.home() / ".cache" / "kvscope"):

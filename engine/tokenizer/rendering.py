@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.errors import InvalidRequest
-from engine.token_bytes import well_formed
+from engine.tokenizer.token_bytes import well_formed
 
 # Unicode noncharacters: no text uses them, no template looks for them, and trimming leaves them alone.
 _OPEN, _CLOSE, _SLOT, _SLOT_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
@@ -112,9 +112,7 @@ def _guesses(content: str) -> Iterator[str]:
         yield answer.strip()
 
 
-def _shown_alone(
-    message: int, contents: list[str], slots: list[str], skeleton: str, render: RenderTexts
-) -> str | None:
+def _shown_alone(message: int, contents: list[str], slots: list[str], skeleton: str, render: RenderTexts) -> str | None:
     """What the template makes of one content, by showing it that one among markers; None if more than that changed."""
     before, slot, after = skeleton.partition(slots[message])
     try:
@@ -126,9 +124,7 @@ def _shown_alone(
     return alone[len(before) : len(alone) - len(after)]
 
 
-def _cut_after_last(
-    text: str, regions: tuple[Region, ...], contents: list[str]
-) -> tuple[str, tuple[Region, ...]]:
+def _cut_after_last(text: str, regions: tuple[Region, ...], contents: list[str]) -> tuple[str, tuple[Region, ...]]:
     """A reply that is to be continued ends the prompt: nothing that the template puts behind it stays."""
     last = len(contents) - 1
     if regions and regions[-1].message == last:

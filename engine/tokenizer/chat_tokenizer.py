@@ -15,12 +15,12 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.chat_template import OWN, ROLES, ChatTemplate, bundled_names, fallback_name
 from engine.errors import InvalidRequest, ModelFileError
-from engine.gguf_tokenizer import TEMPLATE_KEY, load_gguf_tokenizer
 from engine.protocol import ChatMessage, Prompt, Span
-from engine.rendering import Region, RenderedChat, render_chat
-from engine.vocabulary import Vocabulary
+from engine.tokenizer.chat_template import OWN, ROLES, ChatTemplate, bundled_names, fallback_name
+from engine.tokenizer.gguf_tokenizer import TEMPLATE_KEY, load_gguf_tokenizer
+from engine.tokenizer.rendering import Region, RenderedChat, render_chat
+from engine.tokenizer.vocabulary import Vocabulary
 from engine.weights.catalog import ModelSource
 
 _REPLIES_KEPT = 2048

@@ -1,4 +1,4 @@
-"""A decoder's layers as records for `cpu_decode`, and the buffers of a step."""
+"""A decoder's layers as records for `decode`, and the buffers of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_ir
-from kernels import cpu_records as rec
-from kernels.cpu_blocks import MAX_ROWS, BlockLinear, Words, padded_rows
-from kernels.cpu_compile import team
-from kernels.cpu_decode import decode
+from kernels.cpu import ir as cpu_ir
+from kernels.cpu import records as rec
+from kernels.cpu.blocks import MAX_ROWS, BlockLinear, Words, padded_rows
+from kernels.cpu.compile import team
+from kernels.cpu.decode import decode
 from kernels.interface import BatchMetadata, PagedStore
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

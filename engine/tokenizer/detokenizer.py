@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.token_bytes import utf8_decoder
-from engine.tokenizer import ChatTokenizer
+from engine.tokenizer.chat_tokenizer import ChatTokenizer
+from engine.tokenizer.token_bytes import utf8_decoder
 
 _OPEN_CHARACTER = -1
 

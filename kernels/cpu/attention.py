@@ -1,4 +1,4 @@
-"""Rotary embedding, storing of K and V, and attention over the paged cache, for `cpu_decode`."""
+"""Rotary embedding, storing of K and V, and attention over the paged cache, for `decode`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from kernels import cpu_ir as ir
-from kernels import cpu_records as rec
-from kernels.cpu_compile import compiled
-from kernels.cpu_product import draw, finish
+from kernels.cpu import ir as ir
+from kernels.cpu import records as rec
+from kernels.cpu.compile import compiled
+from kernels.cpu.product import draw, finish
 
 
 @compiled("void(int64, int64)")

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from kernels import cpu_ir as ir
-from kernels import cpu_records as rec
-from kernels.cpu_compile import compiled, yield_processor
+from kernels.cpu import ir as ir
+from kernels.cpu import records as rec
+from kernels.cpu.compile import compiled, yield_processor
 
 _SPINS = 2000  # looks at a phase before the processor is offered to others
 
