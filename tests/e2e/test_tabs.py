@@ -15,7 +15,7 @@ ENDLESS = 700
 
 
 def test_refresh_while_a_reply_is_written(visitor: Visitor, app: AppProcess) -> None:
-    tab = visitor.open(app.session(max_tokens=30))
+    tab = visitor.open(app.session(max_tokens=120))
     tab.send("Tell me about the sea.")
     tab.writing(3)
     session = tab.session()
@@ -41,7 +41,8 @@ def test_refresh_keeps_a_text_that_is_not_sent_yet(visitor: Visitor, app: AppPro
 
 
 def test_a_second_tab_shows_new_turns(visitor: Visitor, app: AppProcess) -> None:
-    session = app.session(max_tokens=24)
+    # Long enough that a tab which looks every two seconds sees it being written.
+    session = app.session(max_tokens=240)
     first, second = visitor.open(session), visitor.open(session)
     first.send("Say something.")
     second.writing(1)

@@ -10,7 +10,7 @@ from sessions.models import COMPLETE, DEFAULT_TITLE, FAILED, INTERRUPTED, PARTIA
 from sessions.store import InvalidData, NotStored, SessionStore, StoreError
 from tests.support.session_store import check_integrity, sample_session
 
-UNKNOWN = str(uuid.uuid4())
+UNKNOWN = "00000000-0000-4000-8000-000000000000"
 
 
 def test_a_new_session_is_empty_and_has_a_name(store: SessionStore) -> None:
