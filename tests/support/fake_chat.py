@@ -115,7 +115,7 @@ class FakeStream:
             return TurnStats(
                 request.session_id, len(prompt) + max(len(ids) - 1, 0), len(prompt), reused, len(prompt) - reused,
                 len(ids), first and 1e3 * (first - started), 12.0, len(ids) / took if len(ids) > 1 else None,
-                reason, request.params.seed or 4242, miss,
+                reason, request.params.seed, miss,
             )  # fmt: skip
 
         yield PrefillProgress(stats())

@@ -15,7 +15,7 @@ def with_panel(page, **query):
 
 
 def test_sections_show_what_the_engine_says(page):
-    page.send("Hello there")
+    page.send("Hello there", params={"seed": 7})
     page.until_idle()
     panel = with_panel(page)
     cached = len(page.chat.engine.caches[page.session])
@@ -24,7 +24,7 @@ def test_sections_show_what_the_engine_says(page):
     assert [row[0] for row in panel["head"]] == list(range(10))
     assert [row[0] for row in panel["tail"]] == list(range(cached - 10, cached))
     assert len(panel["head"][0]) == 4 + 10 and panel["head"][1][2] == "Hello "
-    assert panel["turn"]["finish_reason"] == "stop" and panel["turn"]["seed"] == 4242
+    assert panel["turn"]["finish_reason"] == "stop" and panel["turn"]["seed"] == 7
     assert panel["turn"]["max_new_tokens"] == 2048 - panel["turn"]["prompt_tokens"]
     assert panel["memory"]["weights"] == 141 << 20
 
