@@ -44,9 +44,9 @@ def from_json(data: object) -> SessionTree:
 
     A reply that was PARTIAL when exported becomes COMPLETE and INTERRUPTED: nobody will finish it here.
     """
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise InvalidData("This is not a session export of KVScope.")
     top = _Record("The file", data)
-    if top.get("format") != FORMAT:
-        raise InvalidData(f'This is not a session export: its "format" is not "{FORMAT}".')
     version = top.get("version")
     if type(version) is not int or version != VERSION:
         raise InvalidData(f"This export has version {str(version)[:20]}; this KVScope reads version {VERSION}.")

@@ -161,7 +161,7 @@ def test_export_and_import(talk: ChatPage, app: AppProcess, tmp_path: Path) -> N
     ("content", "sentence"),
     [
         ("no json", "This file is not a KVScope export: it is not JSON."),
-        ('{"format": "other"}', 'This is not a session export: its "format" is not "kvscope-session".'),
+        ('{"format": "other"}', "This is not a session export of KVScope."),
         (json.dumps(export_of(TALK) | {"version": 9}), "This export has version 9; this KVScope reads version 1."),
     ],
 )
