@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from engine.errors import InvalidRequest, KVScopeError
-from sessions.errors import InvalidData, NotStored, StoreError
+from sessions.errors import NotStored, StoreError
+from ui.api.bodies import Json
+from ui.api.errors import describe, error_response
 from ui.chat import ChatService
 from ui.live import LivePage, LiveQuery
 
@@ -49,12 +50,12 @@ def add_page_routes(api: FastAPI, chat: ChatService) -> LivePage:
         head: int = 0,
         sessions: bool = False,
         search: str = "",
-    ) -> JSONResponse:
+    ) -> Json:
         query = LiveQuery(since, panel, tensor, max(layer, 0), max(head, 0), sessions, search)
         return _answer(lambda: page.answer(None if session_id == NEW else session_id, query))
 
     @api.post("/api/sessions/{session_id}/acts")
-    async def acts(session_id: str, request: Request) -> JSONResponse:
+    async def acts(session_id: str, request: Request) -> Json:
         raw = await request.body()
         return await asyncio.to_thread(_answer, lambda: perform(chat, session_id, _json_object(raw)))
 
@@ -151,25 +152,14 @@ def _stored_text(chat: ChatService, session_id: str, message_id: str) -> str:
     return message.content
 
 
-def _answer(work: Callable[[], dict[str, Any]]) -> JSONResponse:
+def _answer(work: Callable[[], dict[str, Any]]) -> Json:
     try:
-        return JSONResponse(work())
-    except KVScopeError as error:
-        return _refusal(error.status, error.code, str(error))
-    except NotStored as error:
-        return _refusal(404, "not_found", str(error))
-    except InvalidData as error:
-        return _refusal(400, "invalid_request", str(error))
-    except StoreError as error:
-        return _refusal(507, "storage_failed", str(error))
-    except Exception:
+        return Json(work())
+    except (KVScopeError, StoreError) as error:
+        return error_response(*describe(error))
+    except Exception as error:
         log.exception("a page's request failed")
-        return _refusal(500, "internal_error", "Something went wrong inside KVScope; the log has the details.")
-
-
-def _refusal(status: int, code: str, message: str) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=status)
+        return error_response(*describe(error))
 
 
 def _json_object(raw: bytes) -> Mapping[str, Any]:
