@@ -134,15 +134,20 @@ class PanelSource:
         }
 
     def _turn(self, session_id: str, capabilities: Mapping[str, Any]) -> dict[str, Any] | None:
-        token_text = self.chat.engine.tokenizer.token_text
+        def token_text(token_id: int) -> str:
+            # A stored turn may be another model's.
+            known = token_id < capabilities["vocab_size"]
+            return self.chat.engine.tokenizer.token_text(token_id) if known else f"id {token_id}"
+
         turn = self.chat.running(session_id)
         if turn is not None:
             live = turn.view().stats
             return view_models.turn_section(asdict(live) if live else None, True, turn.max_new_tokens, token_text)
         records = self.chat.store.turns(session_id)
-        if not records:
+        if not records or not view_models.sound_stats(records[-1].stats):
             return None
         stats = records[-1].stats
         wanted = view_models.settings(self.chat.store.get(session_id).params)["max_tokens"]
-        most = effective_max_tokens(stats["prompt_tokens"], capabilities["max_seq_len"], wanted)
+        limit = wanted if isinstance(wanted, int) else None
+        most = effective_max_tokens(stats["prompt_tokens"], capabilities["max_seq_len"], limit)
         return view_models.turn_section(stats, False, most, token_text)

@@ -26,6 +26,12 @@ SETTINGS = (
     "stop",
 )
 """Sampling settings that the page offers, in the order of its controls."""
+COUNTS = ("cache_pos", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+RATES = ("ttft_ms", "prefill_ms", "decode_tokens_per_s")
+MISS_COUNTS = ("position", "tokens_lost")
+MISS_TOKENS = ("cached_token", "wanted_token")
+MOST = 2**53
+"""A browser's whole numbers end here."""
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -33,6 +39,31 @@ def signature(value: object) -> str:
     """A short name for a JSON value: equal values, equal names."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def sound_stats(stats: Mapping[str, Any]) -> bool:
+    """Whether stored numbers of a turn can be shown. An imported chat may have any JSON values in their place."""
+    miss = stats.get("miss")
+    return (
+        all(_is_count(stats.get(name)) for name in COUNTS)
+        and all(_is_rate(stats.get(name)) for name in RATES)
+        and type(stats.get("seed")) is int
+        and isinstance(stats.get("finish_reason"), str | None)
+        and (miss is None or (isinstance(miss, Mapping) and _is_sound_miss(miss)))
+    )
+
+
+def _is_sound_miss(miss: Mapping[str, Any]) -> bool:
+    tokens = [miss[name] for name in MISS_TOKENS if miss.get(name) is not None]
+    return isinstance(miss.get("cause"), str) and all(map(_is_count, [*map(miss.get, MISS_COUNTS), *tokens]))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _is_rate(value: object) -> bool:
+    return value is None or _is_count(value) or (isinstance(value, float) and 0 <= value <= MOST)
 
 
 def message_entries(
@@ -67,7 +98,7 @@ def _entry(
         entry["error"] = message.error
     if message.finish_reason not in (None, "stop"):
         entry["finish"] = message.finish_reason
-    if stats:
+    if stats and sound_stats(stats):
         entry["stats"] = {name: stats.get(name) for name in SHOWN_STATS}
     return entry
 
@@ -128,7 +159,8 @@ def turn_section(
     if stats.get("miss"):
         miss = dict(stats["miss"])
         for name in ("cached", "wanted"):
-            token_id = miss[f"{name}_token"]
+            token_id = miss.get(f"{name}_token")
+            miss[f"{name}_token"] = token_id
             miss[f"{name}_text"] = None if token_id is None else token_text(token_id)
         section["miss"] = miss
     return section

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from ui.panel import Selection
 
 
@@ -42,6 +44,38 @@ def test_an_edit_shows_the_miss_with_both_tokens(page):
     page.until_idle()
     miss = with_panel(page)["turn"]["miss"]
     assert miss["cause"] == "edit" and (miss["cached_text"], miss["wanted_text"]) == ("big ", "small ")
+
+
+@pytest.mark.parametrize("stats", [{}, {"prompt_tokens": "many"}, {"miss": {"cause": 1}}])
+def test_an_imported_chat_with_odd_numbers_has_all_other_sections(page, stats):
+    page.send("Hello there")
+    page.until_idle()
+    exported = page.chat.store.export(page.session)
+    turn = exported["turns"][-1]
+    turn["stats"] = turn["stats"] | stats if stats else {}
+    copy = page.open(page.act("import", data=exported)["session"])
+    panel = with_panel(copy)
+    assert panel["turn"] is None and panel["cache"]["cache_pos"] == 0 and panel["memory"]["weights"] == 141 << 20
+
+
+def test_an_imported_setting_that_is_no_number_counts_as_none(page):
+    page.send("Hello there")
+    page.until_idle()
+    exported = page.chat.store.export(page.session)
+    exported["session"]["params"] = {"max_tokens": "many"}
+    copy = page.open(page.act("import", data=exported)["session"])
+    turn = with_panel(copy)["turn"]
+    assert turn["max_new_tokens"] == 2048 - turn["prompt_tokens"]
+
+
+def test_a_turn_of_a_larger_vocabulary_is_shown(page):
+    page.send("Hello there")
+    page.until_idle()
+    exported = page.chat.store.export(page.session)
+    miss = {"position": 1, "cause": "model", "cached_token": 1 << 30, "wanted_token": None, "tokens_lost": 4}
+    exported["turns"][-1]["stats"]["miss"] = miss
+    copy = page.open(page.act("import", data=exported)["session"])
+    assert with_panel(copy)["turn"]["miss"]["cached_text"] == f"id {1 << 30}"
 
 
 def test_selection_is_followed_and_kept_within_the_model(page):

@@ -1,10 +1,13 @@
 """What the page shows, from stored data."""
 
+import pytest
+
 from sessions.models import COMPLETE, FAILED, PARTIAL, Branch, Message
 from ui import view_models
 
 STATS = {"generated_tokens": 3, "decode_tokens_per_s": 9.5, "ttft_ms": 12.0, "reused_tokens": 4, "computed_tokens": 2,
-         "seed": 1, "session_id": "s", "miss": None}  # fmt: skip
+         "cache_pos": 9, "prompt_tokens": 6, "prefill_ms": 8.0, "finish_reason": "stop", "seed": 1, "session_id": "s",
+         "miss": None}  # fmt: skip
 
 
 def message(id: str, role: str = "assistant", content: str = "Hi", status: str = COMPLETE, **more) -> Message:
@@ -62,6 +65,25 @@ def test_a_miss_names_both_tokens():
     section = view_models.turn_section(STATS | {"miss": miss}, False, 99, lambda token_id: f"<{token_id}>")
     assert section["miss"] == miss | {"cached_text": "<1>", "wanted_text": None}
     assert section["max_new_tokens"] == 99 and "session_id" not in section
+
+
+MISS = {"position": 7, "cause": "edit", "cached_token": 1, "wanted_token": None, "tokens_lost": 30}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"prompt_tokens": None}, {"prompt_tokens": "6"}, {"prompt_tokens": True}, {"computed_tokens": -1},
+        {"generated_tokens": 1.5}, {"cache_pos": 2**60}, {"ttft_ms": "fast"}, {"decode_tokens_per_s": [9]},
+        {"seed": None}, {"finish_reason": 3}, {"miss": "edit"}, {"miss": {}}, {"miss": MISS | {"cached_token": "a"}},
+        {"miss": MISS | {"wanted_token": -1}}, {"miss": MISS | {"tokens_lost": None}},
+    ],
+)  # fmt: skip
+def test_odd_numbers_are_not_shown(odd):
+    assert view_models.sound_stats(STATS) and view_models.sound_stats(STATS | {"miss": MISS})
+    assert not view_models.sound_stats(STATS | odd)
+    shown = view_models.message_entries(Branch((message("a"),), {}), {"a": STATS | odd}, None)[0]
+    assert "stats" not in shown and shown["html"]
 
 
 def test_only_changed_sections_travel():
