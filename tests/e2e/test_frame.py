@@ -53,7 +53,7 @@ def test_widths(visit: Callable[..., Visitor], app: AppProcess, width: int, heig
     assert not tab.page.evaluate(sticks_out)
     box = tab.page.locator("#kv-composer").bounding_box()
     assert box["y"] + box["height"] <= height and box["x"] >= 0 and box["x"] + box["width"] <= width
-    if width < 900:
+    if width < 1100:
         expect(tab.panel).not_to_be_in_viewport()
         tab.page.get_by_role("button", name="Cache and settings").click()
         expect(tab.panel).to_be_in_viewport()

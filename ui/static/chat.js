@@ -29,7 +29,11 @@ export class ChatLog {
   fill(element) {
     element.replaceChildren(this.log, this.endButton);
     // Messages off screen have estimated heights; once they are drawn, the end is somewhere else.
-    const observer = new ResizeObserver(() => this.keepAtEnd());
+    const observer = new ResizeObserver(() => {
+      this.keepAtEnd();
+      // The text box below is as wide as the thread, which has a scrollbar's room on both sides.
+      document.body.style.setProperty("--kv-gutters", `${this.log.offsetWidth - this.log.clientWidth}px`);
+    });
     observer.observe(this.thread);
     observer.observe(this.log);
   }

@@ -3,7 +3,7 @@
 import { h, iconButton, menu, setText } from "./dom.js";
 import { exportLink } from "./net.js";
 
-const NARROW = 900;
+const NARROW = 1100;
 const MIDDLE = 1180;
 
 export class Frame {
