@@ -129,6 +129,7 @@ def _settings() -> None:
                 label="Stop strings", placeholder="one per line", lines=2, max_lines=6, elem_id="kv-stop_strings"
             ),
         ]
+        _drawn("template", "kv-template")
         _drawn("settings", "kv-settings-state")
     for control in controls:
         # `change` also reports what the page itself put in, which it recognises; `input` misses pasted text.

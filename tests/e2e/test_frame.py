@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Route, expect
 
-from tests.support.app_process import AppProcess
+from tests.support.app_process import AppProcess, wait_for
 from tests.support.chat_page import Visitor
 
 pytestmark = pytest.mark.e2e
@@ -104,3 +104,37 @@ def test_keys(visitor: Visitor, app: AppProcess) -> None:
     tab.page.keyboard.press("Escape")
     expect(tab.page.locator("dialog[open]")).to_have_count(0)
     assert app.request("GET", f"/api/sessions/{tab.session()}")["title"] == tab.title.inner_text()
+
+
+def test_the_chat_template_can_be_picked(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session())
+    tab.page.get_by_role("tab", name="Settings").click()
+    template = tab.page.get_by_label("Chat template")
+    expect(template).to_have_value("model")
+    try:
+        template.select_option("plain")
+        wait_for(lambda: app.request("GET", "/api/template")["name"] == "plain", "another template")
+        tab.page.reload()
+        tab.page.get_by_role("tab", name="Settings").click()
+        expect(template).to_have_value("plain")
+    finally:
+        app.request("PUT", "/api/template", {"name": "model"})
+    expect(template).to_have_value("model")
+
+
+def test_what_the_model_lacks_is_told(visitor: Visitor) -> None:
+    warning = "The model file has no chat template; prompts are rendered by plain."
+
+    def add_warning(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        if "model" in body.get("app", {}):
+            body["app"]["model"]["warnings"] = [warning]
+        route.fulfill(response=answer, json=body)
+
+    visitor.context.route("**/live?*", add_warning)
+    tab = visitor.open()
+    expect(tab.page.locator("#kv-header .notice.warn")).to_contain_text(warning)
+    tab.page.get_by_role("button", name="Dismiss").click()
+    tab.page.get_by_role("tab", name="Settings").click()
+    expect(tab.page.locator("#kv-template")).to_contain_text(warning)

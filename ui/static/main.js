@@ -8,6 +8,7 @@ import { Frame } from "./frame.js";
 import { LivePanel } from "./panel.js";
 import { SessionList } from "./sessions.js";
 import { Settings } from "./settings.js";
+import { Template } from "./template.js";
 
 const RUNNING_MS = 120;
 const IDLE_MS = 2000;
@@ -36,10 +37,11 @@ class Page {
     this.composer = new Composer(this);
     this.panel = new LivePanel(this);
     this.settings = new Settings(this);
+    this.template = new Template(this);
   }
 
   start() {
-    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings };
+    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings, template: this.template };
     const fill = ([name, element]) => regions[name].fill(element, name);
     const early = window.kvscopeRegions || [];
     window.kvscopeRegions = { push: fill };
@@ -95,6 +97,7 @@ class Page {
     if (answer.app || answer.session) {
       this.frame.draw();
       this.settings.draw();
+      this.template.draw();
     }
     if (answer.sessions) this.list.draw(answer.sessions);
     this.chat.update(answer);

@@ -1,4 +1,4 @@
-// The page's two requests: what is new, and an act. Paths are relative to the page, so it may live behind a proxy.
+// The page's requests: what is new, an act, another chat template. Paths are relative to the page, so it may live behind a proxy.
 
 export class Refusal extends Error {
   constructor(status, code, message) {
@@ -39,6 +39,10 @@ export function act(session, name, body = {}) {
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ act: name, ...body }),
   });
+}
+
+export function useTemplate(name) {
+  return request("api/template", { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ name }) });
 }
 
 export function exportLink(session, format) {
