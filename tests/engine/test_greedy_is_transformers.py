@@ -25,9 +25,6 @@ from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 from ui.chat import ChatService
 
-# The reference takes a minute to load, so one process does it.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 TOKENS = 128
 BLOCK = 16
 DAY = datetime(2031, 1, 1)
