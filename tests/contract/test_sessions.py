@@ -190,7 +190,7 @@ def test_fork(client, session_id):
     assert len(client.post(f"/api/sessions/{session_id}/fork").json()["messages"]) == 4
 
 
-def test_stop_ends_a_running_reply(client, engine, session_id):
+def test_stop_ends_a_running_reply(client, engine, chat, session_id):
     engine.delay_s = 0.02
     path = f"/api/sessions/{session_id}"
     assert client.post(f"{path}/stop").json() == {"stopped": False}
@@ -198,7 +198,7 @@ def test_stop_ends_a_running_reply(client, engine, session_id):
     asked = {"params": {"ignore_eos": True}}
     thread = threading.Thread(target=lambda: answers.append(send(client, session_id, **asked)))
     thread.start()
-    assert wait_until(lambda: engine.caches.get(session_id))
+    assert wait_until(lambda: (turn := chat.running(session_id)) is not None and turn.view().text)
     assert client.get(path).json()["running"] is True
     assert_error(client.post(f"{path}/messages", json={"content": "Again"}), 409)
     assert client.post(f"{path}/stop").json() == {"stopped": True}
