@@ -49,6 +49,7 @@ def test_a_second_tab_shows_new_turns(visitor: Visitor, app: AppProcess) -> None
     first.idle(2)
     second.idle(2)
     assert second.texts() == first.texts()
+    app.request("PATCH", f"/api/sessions/{session}", {"params": {"max_tokens": 4}})
     second.ask("And now from here.")
     first.idle(4)
     assert first.texts() == second.texts()
