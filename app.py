@@ -189,6 +189,9 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     opened = open_socket(options.host, options.port)
     prepare(config)
     resolve(config.model, config.data_dir)
+    # torch's threads wait for each other by spinning; beside any other busy program a prefill then takes ten times as
+    # long. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from sessions.store import SessionStore
