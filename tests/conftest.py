@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.weights.catalog import ModelSource, resolve
+# Triton decides when it is first imported whether kernels are compiled or interpreted; without a card they can only be
+# interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+from engine.weights.catalog import ModelSource, resolve  # noqa: E402
 
 
 @pytest.fixture(scope="session")
