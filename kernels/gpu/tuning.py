@@ -1,0 +1,37 @@
+"""Launch parameters by kernel and compute capability: a table, because nothing is tuned while the app runs.
+
+Values follow from registers and shared memory of the compiled code (two resident programs per multiprocessor, no
+spills) and from 128-bit loads; `num_stages` above 1 needs cp.async, which sm_75 does not have.
+"""
+
+from __future__ import annotations
+
+import triton
+
+CAPABILITIES = (75, 80, 86, 89, 90, 120)
+
+_TABLE: dict[tuple[str, int], dict[str, int]] = {}
+
+
+def _add(kernel: str, capabilities: tuple[int, ...], **values: int) -> None:
+    _TABLE.update({(kernel, capability): values for capability in capabilities})
+
+
+def launch_params(kernel: str, capability: int) -> dict[str, int]:
+    """The values of `kernel` for the newest capability of the table that is not newer than `capability`.
+
+    KeyError if the kernel has none. Cards older than the table get the oldest row.
+    """
+    known = [row for name, row in _TABLE if name == kernel and row <= capability]
+    return dict(_TABLE[kernel, max(known, default=CAPABILITIES[0])])
+
+
+def capability() -> int:
+    """Of the current device, e.g. 89; 80 where kernels are interpreted."""
+    if triton.knobs.runtime.interpret:
+        return 80
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch)
+
+
+_add("store_kv", CAPABILITIES, HEADS=4, num_warps=1)
