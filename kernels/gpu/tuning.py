@@ -35,3 +35,16 @@ def capability() -> int:
 
 
 _add("store_kv", CAPABILITIES, HEADS=4, num_warps=1)
+
+# BLOCK_K counts units of kernels.planes, columns for plain weights; "_rows" is for two to eight rows of x.
+_add("dequant_gemv_plain", CAPABILITIES, BLOCK_N=4, BLOCK_K=1024, num_warps=4)
+_add("dequant_gemv_plain_rows", CAPABILITIES, BLOCK_N=2, BLOCK_K=1024, num_warps=4)
+_add("dequant_gemv_8bit", CAPABILITIES, BLOCK_N=4, BLOCK_K=128, num_warps=4)
+_add("dequant_gemv_8bit_rows", CAPABILITIES, BLOCK_N=2, BLOCK_K=128, num_warps=4)
+_add("dequant_gemv_4bit", CAPABILITIES, BLOCK_N=4, BLOCK_K=128, num_warps=4)
+_add("dequant_gemv_4bit_rows", CAPABILITIES, BLOCK_N=2, BLOCK_K=128, num_warps=4)
+_add("dequant_gemv_2bit", CAPABILITIES, BLOCK_N=2, BLOCK_K=64, num_warps=2)
+_add("dequant_gemv_2bit_rows", CAPABILITIES, BLOCK_N=2, BLOCK_K=64, num_warps=2)
+
+_add("swiglu", CAPABILITIES, BLOCK=2048, num_warps=4)
+_add("rms_norm", CAPABILITIES, elements_per_thread=16, max_warps=8)

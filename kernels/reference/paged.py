@@ -1,0 +1,226 @@
+"""The paged cache's operations in plain torch: quantised formats, storing K and V, attention over block tables.
+
+The kernels in `kernels.gpu` reach extents through a table of addresses, which torch can't read: here the lists of
+extents are used and `extent_table` is ignored. Loops over rows: meant to be read and compared with, not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.kv_format import INT4_GROUP, KV_FORMATS
+
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def cache_geometry(kv_format: str, data_extents: Sequence[Tensor], head_dim: int) -> CacheGeometry:
+    """What the first data extent's shape says; ValueError if it is not of this format and head size."""
+    if kv_format not in KV_FORMATS:
+        raise ValueError(f"there is no KV format {kv_format!r}")
+    fmt = KV_FORMATS[kv_format]
+    if not data_extents or data_extents[0].dim() != 6:
+        raise ValueError("the cache needs at least one data extent of six dimensions")
+    _, num_layers, kinds, block_size, num_kv_heads, width = data_extents[0].shape
+    if kinds != 2 or width != fmt.data_width(head_dim) or data_extents[0].dtype != fmt.dtype:
+        raise ValueError(f"a data extent of {kv_format} with head size {head_dim} has another shape or dtype")
+    if num_layers * 2 * block_size * num_kv_heads * width >= 2**31:
+        raise ValueError("a block must have fewer than 2**31 elements")
+    return CacheGeometry(num_layers, block_size, num_kv_heads, head_dim)
+
+
+def check_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    inv_freq: Tensor,
+    kv_format: str,
+    data_extents: Sequence[Tensor],
+    q_out: Tensor,
+) -> CacheGeometry:
+    """ValueError unless the shapes and dtypes of `store_kv` fit together."""
+    tokens, heads, head_dim = q_out.shape
+    geometry = cache_geometry(kv_format, data_extents, head_dim)
+    if qkv.shape != (tokens, (heads + 2 * geometry.num_kv_heads) * head_dim) or qkv.stride(-1) != 1:
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not hold q, k and v for q_out {tuple(q_out.shape)}")
+    if heads % geometry.num_kv_heads:
+        raise ValueError(f"{heads} query heads can't share {geometry.num_kv_heads} KV heads evenly")
+    for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
+        if tensor.shape != (tokens,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
+    if inv_freq.shape != (head_dim // 2,) or inv_freq.dtype != torch.float32 or not inv_freq.is_contiguous():
+        raise ValueError(f"inv_freq must be contiguous float32 [{head_dim // 2}]")
+    if not q_out.is_contiguous():
+        raise ValueError("q_out must be contiguous")
+    return geometry
+
+
+def quantise_int8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """keys, values [..., D] -> int8 K, int8 V and their common float32 scale [..., 1], max(|K|, |V|) / 127."""
+    keys, values = keys.float(), values.float()
+    scale = torch.maximum(keys.abs(), values.abs()).amax(-1, keepdim=True) / 127
+    divisor = torch.where(scale > 0, scale, 1.0)
+
+    def code(x: Tensor) -> Tensor:
+        return torch.where(scale > 0, (x / divisor).round(), 0.0).to(torch.int8)
+
+    return code(keys), code(values), scale
+
+
+def dequantise_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    """int8 [..., D] and float32 [..., 1] -> float32 [..., D]."""
+    return codes.float() * scale
+
+
+def quantise_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> uint8 [..., D / 2] and fp16 [..., 2 G]: G = ceil(D / 32) steps, then G minima.
+
+    Codes are made with the step and the minimum as stored, in 0..15.
+    """
+    head_dim = x.shape[-1]
+    groups = -(-head_dim // INT4_GROUP)
+    filled = torch.full((*x.shape[:-1], groups * INT4_GROUP), float("nan"), device=x.device)
+    filled[..., :head_dim] = x.float()
+    grouped = filled.unflatten(-1, (groups, INT4_GROUP))
+    least = grouped.nan_to_num(float("inf"), float("inf"), float("-inf")).amin(-1)
+    most = grouped.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
+    step, least = ((most - least) / 15).half(), least.half()
+    divisor = torch.where(step > 0, step, 1.0).float()[..., None]
+    code = ((grouped - least.float()[..., None]) / divisor).clamp(0, 15).round()
+    code = torch.where(step[..., None] > 0, code, 0.0).flatten(-2)[..., :head_dim].nan_to_num().to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4, torch.cat((step, least), -1)
+
+
+def dequantise_int4(packed: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [..., D / 2] and fp16 [..., 2 G] as `quantise_int4` makes them -> float32 [..., D]."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float()
+    step, least = scales.float().repeat_interleave(INT4_GROUP, -1).unflatten(-1, (2, -1)).unbind(-2)
+    return codes * step[..., : codes.shape[-1]] + least[..., : codes.shape[-1]]
+
+
+def quantise_fp8(x: Tensor) -> Tensor:
+    """x [..., D] -> float8_e4m3fn [..., D], saturating at 448."""
+    return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantise_fp8(x: Tensor) -> Tensor:
+    """float8_e4m3fn [..., D] -> float32 [..., D]."""
+    return x.float()
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
+
+def _rotated(x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    """float32 x [T, n, D] turned by positions [T]: rotate-half, angles in float32."""
+    angles = (positions.float()[:, None] * inv_freq)[:, None]
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def store_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    inv_freq: Tensor,
+    rope_scale: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    balance: Tensor | None,
+    keys_before_rope: bool,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    q_out: Tensor,
+) -> None:
+    """Norm (if weights are given) and RoPE of q and k; q into `q_out`, K and V into their slots of `layer`.
+
+    qkv: fp16, bf16 or fp32 [T, (H + 2 KV) * D], all q heads, then k, then v. positions, slot_mapping: int64 [T]; a slot
+    is block_id * block_size + offset, a negative one is not stored. inv_freq: float32 [D / 2]; cos and sin are
+    multiplied by `rope_scale`. q_norm, k_norm: [D]. balance: float32 [KV], keys are divided and q multiplied by it.
+    keys_before_rope: K is stored normed and not turned. q_out: [T, H, D]. All of it is computed in float32.
+    ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
+    tokens, heads, head_dim = q_out.shape
+    kv_heads = geometry.num_kv_heads
+    q, k, v = qkv.float().view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    q = _rotated(_normed(q, q_norm, norm_eps), positions, inv_freq, rope_scale)
+    k = _normed(k, k_norm, norm_eps)
+    if not keys_before_rope:
+        k = _rotated(k, positions, inv_freq, rope_scale)
+    if balance is not None:
+        q = q * balance.repeat_interleave(heads // kv_heads)[:, None]
+        k = k / balance[:, None]
+    q_out.copy_(q)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, geometry.block_size)
+            extent, local = divmod(block, blocks_per_extent)
+            scales = scale_extents[extent][local, layer, :, offset] if scale_extents else None
+            _write(kv_format, k[token], v[token], data_extents[extent][local, layer, :, offset], scales)
+
+
+def _write(kv_format: str, k: Tensor, v: Tensor, data: Tensor, scales: Tensor | None) -> None:
+    """k, v [KV, D] into data [2, KV, width] and scales [planes, KV, scale_width] of one slot."""
+    if scales is None:
+        write = quantise_fp8 if kv_format == "fp8" else torch.Tensor.float
+        data[0].copy_(write(k))
+        data[1].copy_(write(v))
+    elif kv_format == "int8":
+        codes_k, codes_v, scale = quantise_int8(k, v)
+        data[0].copy_(codes_k)
+        data[1].copy_(codes_v)
+        scales[0].copy_(scale)
+    else:
+        for kind, x in enumerate((k, v)):
+            packed, both = quantise_int4(x)
+            data[kind].copy_(packed)
+            scales[kind].copy_(both)
+
+
+def read_tokens(
+    kv_format: str,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    blocks_per_extent: int,
+    layer: int,
+    block_table: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """float32 K and V [count, KV, D] of the first `count` tokens of an int32 block table [blocks]."""
+    block_size = data_extents[0].shape[3]
+    keys, values = [], []
+    for i, block in enumerate(block_table[: -(-count // block_size)].tolist()):
+        extent, local = divmod(block, blocks_per_extent)
+        length = min(block_size, count - i * block_size)
+        data = data_extents[extent][local, layer, :, :length]
+        scales = scale_extents[extent][local, layer, :, :length] if scale_extents else None
+        if kv_format == "int8":
+            assert scales is not None
+            data = dequantise_int8(data, scales)
+        elif kv_format == "int4":
+            assert scales is not None
+            data = dequantise_int4(data, scales)
+        keys.append(data[0].float())
+        values.append(data[1].float())
+    return torch.cat(keys), torch.cat(values)
