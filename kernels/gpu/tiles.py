@@ -190,10 +190,66 @@ def _load_int4(
 
 
 @triton.jit
+def raw_scores(
+    q,
+    q_second,
+    data,
+    scale,
+    row,
+    scale_row,
+    positions,
+    valid,
+    inv_freq,
+    rope_scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HALF: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """float32 [M, N]: q [M, DP] times the N keys at `positions`.
+
+    With ROTATE the cache holds keys before RoPE: they are turned by `positions` here, and q comes as its two halves
+    `q` and `q_second` [M, HALF].
+    """
+    if ROTATE:
+        channel = tl.arange(0, HALF)
+        frequency = tl.load(inv_freq + channel, mask=channel < D // 2, other=0.0)
+        sin, cos = sincos(positions.to(tl.float32)[:, None] * frequency[None, :])
+        a = load_tile(data, scale, row, scale_row, valid, 0, D // 2, HALF, D, FORMAT, tl.float32, POLICY) * rope_scale
+        b = load_tile(data, scale, row, scale_row, valid, D // 2, D // 2, HALF, D, FORMAT, tl.float32, POLICY) * rope_scale
+        scores = product(q, (a * cos - b * sin).to(DTYPE), USE_DOT)
+        scores += product(q_second, (b * cos + a * sin).to(DTYPE), USE_DOT)
+    else:
+        keys = load_tile(data, scale, row, scale_row, valid, 0, D, DP, D, FORMAT, DTYPE, POLICY)
+        scores = product(q, keys, USE_DOT)
+    return scores
+
+
+@triton.jit
+def soft_capped(scores, soft_cap):
+    """soft_cap * tanh(scores / soft_cap)."""
+    return soft_cap * (2.0 * tl.sigmoid(scores * (2.0 / soft_cap)) - 1.0)
+
+
+@triton.jit
 def product(a, b, USE_DOT: tl.constexpr):
-    """float32 a [M, D] @ b [N, D] transposed, or by sums of products where there is no tensor core for a dot."""
+    """float32 a [M, D] @ b [N, D] transposed; sums of products where there is no tensor core for a dot."""
     if USE_DOT:
         result = tl.dot(a, tl.trans(b), input_precision="ieee")
     else:
         result = tl.sum(a[:, None, :] * b[None, :, :], 2)
+    return result
+
+
+@triton.jit
+def weighted_sum(weights, values, USE_DOT: tl.constexpr):
+    """float32 weights [M, N] @ values [N, D]; see `product`."""
+    if USE_DOT:
+        result = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    else:
+        result = tl.sum(weights[:, :, None] * values[None, :, :], 1)
     return result

@@ -47,4 +47,21 @@ _add("dequant_gemv_2bit", CAPABILITIES, BLOCK_N=2, BLOCK_K=64, num_warps=2)
 _add("dequant_gemv_2bit_rows", CAPABILITIES, BLOCK_N=2, BLOCK_K=64, num_warps=2)
 
 _add("swiglu", CAPABILITIES, BLOCK=2048, num_warps=4)
-_add("rms_norm", CAPABILITIES, elements_per_thread=16, max_warps=8)
+_add("rms_norm", CAPABILITIES, elements_per_thread=16, max_warps=16)
+
+
+def attention_params(kernel: str, head_dim: int, capability: int) -> dict[str, int]:
+    """`launch_params` of an attention kernel for heads of up to 64, 128 or 256 channels."""
+    return launch_params(f"{kernel}_{next(size for size in (64, 128, 256) if head_dim <= size)}", capability)
+
+
+# Without tl.dot the products of ROWS x BLOCK_N x head size lie in registers: at most 64 per thread.
+_DOT = {"USE_DOT": 1, "MIN_ROWS": 16, "MAX_ROWS": 64, "num_warps": 4}
+_NO_DOT = {"USE_DOT": 0, "MIN_ROWS": 1, "MAX_ROWS": 4, "num_warps": 4, "STAGES": 1}
+_add("paged_decode_64", (75,), BLOCK_N=32, **_NO_DOT)
+_add("paged_decode_128", (75,), BLOCK_N=16, **_NO_DOT)
+_add("paged_decode_256", (75,), BLOCK_N=8, **_NO_DOT)
+_add("paged_decode_64", CAPABILITIES[1:], BLOCK_N=64, STAGES=3, **_DOT)
+_add("paged_decode_128", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
+_add("paged_decode_256", CAPABILITIES[1:], BLOCK_N=32, STAGES=2, **_DOT)
+_add("paged_decode_reduce", CAPABILITIES, num_warps=2)

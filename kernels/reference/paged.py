@@ -224,3 +224,120 @@ def read_tokens(
         keys.append(data[0].float())
         values.append(data[1].float())
     return torch.cat(keys), torch.cat(values)
+
+
+def check_cache_reads(
+    q: Tensor, block_tables: Tensor, context_lens: Tensor, key_inv_freq: Tensor | None, geometry: CacheGeometry
+) -> None:
+    """ValueError unless the shapes and dtypes that both attention ops share fit together."""
+    sequences = block_tables.shape[0]
+    if q.dim() != 3 or not q.is_contiguous() or q.shape[1] % geometry.num_kv_heads:
+        raise ValueError(f"q must be contiguous [T, H, D], H a multiple of {geometry.num_kv_heads}")
+    if block_tables.dim() != 2 or block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError("block_tables must be int32 [sequences, blocks] with adjacent blocks")
+    if context_lens.shape != (sequences,) or context_lens.dtype != torch.int32 or not context_lens.is_contiguous():
+        raise ValueError(f"context_lens must be contiguous int32 [{sequences}]")
+    if key_inv_freq is not None:
+        half = geometry.head_dim // 2
+        if key_inv_freq.shape != (half,) or key_inv_freq.dtype != torch.float32 or not key_inv_freq.is_contiguous():
+            raise ValueError(f"key_inv_freq must be contiguous float32 [{half}]")
+
+
+def check_decode(
+    q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    key_inv_freq: Tensor | None,
+    kv_format: str,
+    data_extents: Sequence[Tensor],
+    partial_out: Tensor,
+    partial_stats: Tensor,
+    out: Tensor,
+) -> CacheGeometry:
+    """ValueError unless the shapes and dtypes of `paged_decode` fit together."""
+    geometry = cache_geometry(kv_format, data_extents, q.shape[-1])
+    check_cache_reads(q, block_tables, context_lens, key_inv_freq, geometry)
+    if block_tables.shape[0] != q.shape[0] or out.shape != q.shape or not out.is_contiguous():
+        raise ValueError("block_tables and a contiguous out must have a row for each row of q")
+    splits = partial_out.shape[2]
+    wanted = ((partial_out, (*q.shape[:2], splits, q.shape[2])), (partial_stats, (*q.shape[:2], splits, 2)))
+    if any(t.shape != shape or t.dtype != torch.float32 or not t.is_contiguous() for t, shape in wanted):
+        raise ValueError("the workspaces must be contiguous float32 tensors of the shapes `workspace_shapes` gives")
+    return geometry
+
+
+def paged_decode(
+    q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    newest: int,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    partial_out: Tensor,
+    partial_stats: Tensor,
+    out: Tensor,
+) -> None:
+    """Attention of one query token per row over the row's first `context_lens` cached tokens.
+
+    q, out: fp16, bf16 or fp32 [B, H, D]. block_tables: int32 [B, blocks]. context_lens: int32 [B], the query's own token
+    included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible.
+    `soft_cap` > 0: scores become soft_cap * tanh(scores / soft_cap). key_inv_freq: float32 [D / 2] if the cache holds
+    keys before RoPE; they are turned by their position in the block table, q's position being context_len - 1.
+    newest: so many tokens are kept in the L2 cache in preference to older ones; no meaning here. partial_out,
+    partial_stats: workspaces. ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_decode(
+        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out
+    )
+    for row, context in enumerate(context_lens.tolist()):
+        if context == 0:
+            out[row].zero_()
+            continue
+        keys, values = read_tokens(
+            kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
+        )
+        attend = _attend(
+            q[row : row + 1], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry
+        )
+        out[row].copy_(attend[0])
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    geometry: CacheGeometry,
+) -> Tensor:
+    """float32 [n, H, D]: queries q [n, H, D] at the last n positions of keys, values [context, KV, D]."""
+    context, group = keys.shape[0], q.shape[1] // geometry.num_kv_heads
+    positions = torch.arange(context, device=q.device)
+    if key_inv_freq is not None:
+        keys = _rotated(keys, positions, key_inv_freq, rope_scale)
+    own = positions[-q.shape[0] :, None]
+    visible = positions <= own
+    if window > 0:
+        visible &= (positions > own - window) | (positions < sinks)
+    # A key that no query sees may hold anything, also NaN, which a weight of zero would spread.
+    seen = visible.any(0)
+    keys, values, visible = keys[seen], values[seen], visible[:, seen]
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.repeat_interleave(group, 1)) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
