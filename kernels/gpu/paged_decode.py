@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import tuning
-from kernels.gpu.tiles import load_tile, load_token_scale, locate, raw_scores, soft_capped, weighted_sum
+from kernels.gpu.tiles import LOG2E, load_tile, load_token_scale, locate, raw_scores, soft_capped, weighted_sum
 from kernels.kv_format import KV_FORMATS
 from kernels.reference import paged
 from kernels.registry import register
@@ -21,9 +20,6 @@ SCHEMA = (
     "Tensor[] data_extents, Tensor[] scale_extents, Tensor extent_table, Tensor(a!) partial_out, "
     "Tensor(b!) partial_stats, Tensor(c!) out) -> ()"
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def _attend(
@@ -71,39 +67,15 @@ def _attend(
             position = tl.where(visible < kept, visible, visible - kept + start)
         block = tl.load(block_table + position // BLOCK_SIZE, mask=valid, other=0)
         data, scales, row, scale_row = locate(
-            block,
-            position % BLOCK_SIZE,
-            layer,
-            head,
-            extent_table,
-            LAYERS,
-            BLOCK_SIZE,
-            KV_HEADS,
-            BLOCKS_PER_EXTENT,
+            block, position % BLOCK_SIZE, layer, head, extent_table, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT,
             SCALE_PLANES,
-        )
+        )  # fmt: skip
         scores = raw_scores(
-            q,
-            q_second,
-            data,
-            scales,
-            row,
-            scale_row,
-            position,
-            valid,
-            inv_freq,
-            rope_scale,
-            D,
-            DP,
-            HALF,
-            FORMAT,
-            DTYPE,
-            ROTATE,
-            USE_DOT,
-            POLICY,
-        )
+            q, q_second, data, scales, row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT, DTYPE,
+            ROTATE, USE_DOT, POLICY,
+        )  # fmt: skip
         if FORMAT == "int8":
-            token_scale = load_token_scale(scales, scale_row, valid, FORMAT)
+            token_scale = load_token_scale(scales, scale_row, valid)
             scores = scores * token_scale[None, :]
         scores = scores * scale
         if SOFT_CAP:
@@ -115,10 +87,8 @@ def _attend(
         total = total * decay + tl.sum(weights, 1)
         if FORMAT == "int8":
             weights = weights * token_scale[None, :]
-        next_rows: tl.constexpr = BLOCK_SIZE * KV_HEADS
-        values = load_tile(
-            data, scales, row + next_rows, scale_row + next_rows, valid, 0, D, DP, D, FORMAT, DTYPE, POLICY
-        )
+        NEXT: tl.constexpr = BLOCK_SIZE * KV_HEADS
+        values = load_tile(data, scales, row + NEXT, scale_row + NEXT, valid, 0, D, DP, D, FORMAT, DTYPE, POLICY)
         acc = acc * decay[:, None] + weighted_sum(weights, values, USE_DOT)
         top = new_top
     return top, total, acc
@@ -303,7 +273,7 @@ def launch_paged_decode(
         q,
         block_tables,
         context_lens,
-        context_lens if key_inv_freq is None else key_inv_freq,
+        key_inv_freq,
         extent_table,
         partial_out,
         partial_stats,

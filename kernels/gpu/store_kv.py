@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -145,17 +144,9 @@ def store_kv_kernel(
         if BALANCE:
             k = tl.div_rn(k, tl.load(balance + head, mask=wanted, other=1.0)[:, None])
         data, scale, row, scale_row = locate(
-            slot // BLOCK_SIZE,
-            slot % BLOCK_SIZE,
-            layer,
-            head,
-            extent_table,
-            LAYERS,
-            BLOCK_SIZE,
-            KV,
-            BLOCKS_PER_EXTENT,
+            slot // BLOCK_SIZE, slot % BLOCK_SIZE, layer, head, extent_table, LAYERS, BLOCK_SIZE, KV, BLOCKS_PER_EXTENT,
             SCALE_PLANES,
-        )
+        )  # fmt: skip
         if FORMAT == "int4":
             _store_int4(data, scale, row, scale_row, k, wanted, D, DP, HEADS)
             next_plane = scale_row + BLOCK_SIZE * KV
@@ -207,9 +198,9 @@ def launch_store_kv(
         positions,
         slot_mapping,
         inv_freq,
-        inv_freq if q_norm is None else q_norm,
-        inv_freq if k_norm is None else k_norm,
-        inv_freq if balance is None else balance,
+        q_norm,
+        k_norm,
+        balance,
         extent_table,
         q_out,
         qkv.stride(0),

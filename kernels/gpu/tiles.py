@@ -17,6 +17,8 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes that an extent's addresses are multiples of: what 128-bit loads need."""
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 def fill_extent_table(table: Tensor, data_extents: Sequence[Tensor], scale_extents: Sequence[Tensor]) -> None:
     """Write the extents' addresses into `table`, int64 [max_extents, 2], from its first row on.
@@ -112,9 +114,9 @@ def locate(
 
 
 @triton.jit
-def load_token_scale(scale, scale_row, valid, FORMAT: tl.constexpr):
-    """float32 [N]: what every channel of a token's K and V is multiplied by; only int8 has one."""
-    return tl.load(scale_pointer(scale, FORMAT) + scale_row, mask=valid, other=0.0)
+def load_token_scale(scale, scale_row, valid):
+    """float32 [N]: what every channel of an int8 token's K and V is multiplied by."""
+    return tl.load(scale_pointer(scale, "int8") + scale_row, mask=valid, other=0.0)
 
 
 @triton.jit

@@ -341,3 +341,64 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
+
+
+def check_prefill(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    key_inv_freq: Tensor | None,
+    kv_format: str,
+    data_extents: Sequence[Tensor],
+    out: Tensor,
+) -> CacheGeometry:
+    """ValueError unless the shapes and dtypes of `paged_prefill` fit together."""
+    geometry = cache_geometry(kv_format, data_extents, q.shape[-1])
+    check_cache_reads(q, block_tables, context_lens, key_inv_freq, geometry)
+    bounds = (block_tables.shape[0] + 1,)
+    if cu_seqlens_q.shape != bounds or cu_seqlens_q.dtype != torch.int32 or not cu_seqlens_q.is_contiguous():
+        raise ValueError(f"cu_seqlens_q must be contiguous int32 [{bounds[0]}]")
+    if out.shape != q.shape or not out.is_contiguous():
+        raise ValueError("out must be contiguous and of q's shape")
+    return geometry
+
+
+def paged_prefill(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    out: Tensor,
+) -> None:
+    """Causal attention of each sequence's last tokens over all its cached tokens, their own included.
+
+    q, out: fp16, bf16 or fp32 [T, H, D]; sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] (int32 [S + 1]),
+    `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`; sequences
+    without queries are skipped. ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
+    bounds = cu_seqlens_q.tolist()
+    for row, context in enumerate(context_lens.tolist()):
+        chunk = slice(bounds[row], bounds[row + 1])
+        if chunk.start == chunk.stop:
+            continue
+        keys, values = read_tokens(
+            kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
+        )
+        out[chunk].copy_(
+            _attend(q[chunk], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry)
+        )
