@@ -71,3 +71,4 @@ _add("paged_prefill_256", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=1, US
 _add("paged_prefill_64", (75,), BLOCK_M=32, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=4)
 _add("paged_prefill_128", (75,), BLOCK_M=32, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=8)
 _add("paged_prefill_256", (75,), BLOCK_M=16, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=8)
+_add("copy_blocks", CAPABILITIES, BLOCK=4096, num_warps=4)
