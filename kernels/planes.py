@@ -1,7 +1,7 @@
 """GGUF's quantised weights as planes that a kernel reads 128 bits at a time; not one bit is added or lost.
 
-A GGUF row is a string of blocks of 18 to 210 bytes, which no wide load fits. Here a row is cut into units of 128 bits of
-low code bits, four int32 words, and everything else goes to planes of its own:
+A GGUF row is a string of blocks of 18 to 210 bytes, which no wide load fits. Here a row is cut into units of 128 bits
+of low code bits, four int32 words, and everything else goes to planes of its own:
 
     codes      int32 [rows, units, 4]         the low `bits` (8, 4 or 2) of each code
     high       uint8 / int16 [rows, units, 4] the 1 or 2 bits above them
@@ -65,11 +65,6 @@ class BlockFormat:
         """Columns of a unit."""
         return WORDS * self.slots
 
-    @property
-    def scale_columns(self) -> int:
-        """Columns that share one entry of the plane `scales`."""
-        return self.columns
-
 
 FORMATS = {
     fmt.kind: fmt
@@ -81,14 +76,47 @@ FORMATS = {
         BlockFormat("Q5_1", 32, 24, 4, 0, low=(8, 16), scale_at=0, has_min=True, high_bits=1, high=(4, 1)),
         BlockFormat("Q2_K", 256, 84, 2, 0, low=(16, 32), scale_at=80, has_min=True, sub_bits=4, sub_at=0, group=16),
         BlockFormat(
-            "Q3_K", 256, 110, 2, 4, low=(32, 32), scale_at=108, high_bits=1, high=(0, 32), sub_bits=6, sub_at=96, group=16
+            "Q3_K",
+            256,
+            110,
+            2,
+            4,
+            low=(32, 32),
+            scale_at=108,
+            high_bits=1,
+            high=(0, 32),
+            sub_bits=6,
+            sub_at=96,
+            group=16,
         ),
         BlockFormat("Q4_K", 256, 144, 4, 0, low=(16, 32), scale_at=0, has_min=True, sub_bits=6, sub_at=4),
         BlockFormat(
-            "Q5_K", 256, 176, 4, 0, low=(48, 32), scale_at=0, has_min=True, high_bits=1, high=(16, 32), sub_bits=6, sub_at=4
+            "Q5_K",
+            256,
+            176,
+            4,
+            0,
+            low=(48, 32),
+            scale_at=0,
+            has_min=True,
+            high_bits=1,
+            high=(16, 32),
+            sub_bits=6,
+            sub_at=4,
         ),
         BlockFormat(
-            "Q6_K", 256, 210, 4, 32, low=(0, 64), scale_at=208, high_bits=2, high=(128, 32), sub_bits=8, sub_at=192, group=16
+            "Q6_K",
+            256,
+            210,
+            4,
+            32,
+            low=(0, 64),
+            scale_at=208,
+            high_bits=2,
+            high=(128, 32),
+            sub_bits=8,
+            sub_at=192,
+            group=16,
         ),
     )
 }
@@ -99,7 +127,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [rows, columns] of one kind: planes codes, high, scales, sub, sub_high, empty where the kind has none."""
+    """A weight [rows, columns] of one kind: its planes codes, high, scales, sub, sub_high, empty where it has none."""
 
     kind: str
     rows: int
@@ -115,7 +143,7 @@ class PackedWeight:
 
 
 def pack(blocks: Tensor | np.ndarray[Any, np.dtype[np.uint8]], kind: str, columns: int) -> PackedWeight:
-    """GGUF blocks uint8 [rows, bytes of a row] -> planes on the same device. For a kind in `PLAIN` blocks are its bytes.
+    """GGUF blocks uint8 [rows, bytes of a row] -> planes on the same device. In `PLAIN` kinds blocks are the weights.
 
     Raises ValueError for a kind that is not known and for rows that are not whole blocks of `columns` columns.
     """
@@ -136,7 +164,7 @@ def plain(weight: Tensor) -> PackedWeight:
     """A weight [rows, columns] that is not quantised, float32, float16 or bfloat16, kept as it is."""
     for kind, dtype in PLAIN.items():
         if weight.dtype == dtype:
-            return PackedWeight(kind, *weight.shape, (weight.contiguous(),))
+            return PackedWeight(kind, weight.shape[0], weight.shape[1], (weight.contiguous(),))
     raise ValueError(f"A weight of {weight.dtype} has no kind.")
 
 
