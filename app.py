@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.config import DEVICES, DTYPES, KV_FORMATS, EngineConfig
 from engine.errors import ConfigError, KVScopeError
+from engine.prepare import prepare
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
 from ui.network import is_loopback, open_socket, own_names, url_of
@@ -186,6 +187,7 @@ def on_signals(handler: Callable[..., object]) -> None:
 def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
     opened = open_socket(options.host, options.port)
+    prepare(config)
     resolve(config.model, config.data_dir)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -62,14 +62,17 @@ def cpu_kernels() -> ModuleType | None:
     """`kernels.cpu.step`, compiled, for models on the CPU; None, with one warning, where it can't be had."""
     try:
         from kernels.cpu import compile as cpu_compile
+        from kernels.cpu import kept
 
         if not cpu_compile.is_supported():
             log.warning("This processor lacks AVX2 and F16C; decoding takes the slower way.")
             return None
-        if not cpu_compile.is_cached():
-            log.warning("Compiling the CPU kernels; this happens once and takes up to half a minute.")
+        if not kept.is_complete():
+            log.warning("Compiling the CPU kernels; this happens once and takes a few seconds.")
+        kept.wait_for_child()
         from kernels.cpu import step as cpu_step
 
+        kept.mark_complete()
         return cpu_step
     except Exception as error:  # numba raises errors of its own, LLVM's and the linker's
         log.warning("The CPU kernels can't be compiled (%s); decoding takes the slower way.", type(error).__name__)

@@ -10,9 +10,9 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from engine.errors import ModelFileError
+from engine.weights.gguf_container import read_container
 
 PRE_KEY = "tokenizer.ggml.pre"
 TEMPLATE_KEY = "tokenizer.chat_template"
@@ -34,7 +34,7 @@ def load_gguf_tokenizer(path: Path) -> tuple[PreTrainedTokenizerFast, frozenset[
     model's quality without a sign.
     """
     try:
-        metadata, _ = read_gguf_metadata(str(path))
+        _, metadata, _ = read_container(path)
         architecture, parts, config = get_gguf_tokenizer(str(path))
         warnings: list[str] = []
         if parts.get("tokenizer_type") == "gpt2":

@@ -29,6 +29,7 @@ _SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+_LENGTH = struct.Struct("<Q")
 _MAX_ENTRIES = 1 << 24
 
 
@@ -53,8 +54,9 @@ class _Cursor:
         return values
 
     def string(self) -> str:
-        (length,) = self.take("Q")
-        start, self.position = self.position, self.position + length
+        (length,) = _LENGTH.unpack_from(self.data, self.position)
+        start = self.position + _LENGTH.size
+        self.position = start + length
         if self.position > len(self.data):
             raise struct.error("a string ends past the file")
         return self.data[start : self.position].decode("utf-8", "replace")
@@ -70,6 +72,8 @@ class _Cursor:
             raise struct.error("an array is too long")
         if item in _SCALARS:
             return list(self.take(f"{count}{_SCALARS[item]}"))
+        if item is GGUFValueType.STRING:
+            return [self.string() for _ in range(count)]
         return [self.value(item) for _ in range(count)]
 
 

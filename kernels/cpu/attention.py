@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.compile import compiled
+from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.product import draw, finish
 
 
@@ -68,7 +68,7 @@ def _save(kind: int, place: int, values: int, dim: int) -> None:
         ir.save_bf16(place, values, dim)
 
 
-@compiled("int64(int64, int64, int64, int64, int64)")
+@by_address(5)
 def store(sync: int, phase: int, step: int, layer: int, angle: int) -> int:
     """Turn queries and keys in place in QKV, put keys and values into the cache, as far as tickets go."""
     model = ir.word(step, rec.MODEL)
@@ -131,8 +131,8 @@ def _soften(line: int, count: int, part: int) -> None:
     ir.put(part, 1, ir.exp_sum(line, whole, largest))
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
-def _attend(step: int, layer: int, t: int, kv: int, start: int, end: int, scores: int) -> None:
+@by_address(7)
+def attend(step: int, layer: int, t: int, kv: int, start: int, end: int, scores: int) -> int:
     """Positions start:end of one KV head, for the query heads that share it; each block is read once for all."""
     model, kind, block_size = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND), ir.word(step, rec.BLOCK_SIZE)
     dim, splits, heads = ir.word(model, rec.DIM), ir.word(step, rec.SPLITS), ir.word(model, rec.HEADS)
@@ -160,28 +160,33 @@ def _attend(step: int, layer: int, t: int, kv: int, start: int, end: int, scores
                 for i in range(dim):
                     ir.put(part + g * part_bytes, i, np.float32(0.0))
                 _soften(scores + g * rec.SPLIT * 4, end - start, part + g * part_bytes + dim * 4)
+    return 0
 
 
-@compiled("int64(int64, int64, int64, int64, int64)")
+@by_address(5)
 def attention(sync: int, phase: int, step: int, layer: int, scores: int) -> int:
     """Each token over the cached positions up to its own, split by split into PARTS, as far as tickets go."""
-    kv_heads, splits = ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS), ir.word(step, rec.SPLITS)
+    model, splits = ir.word(step, rec.MODEL), ir.word(step, rec.SPLITS)
+    kv_heads, functions = ir.word(model, rec.KV_HEADS), ir.word(model, rec.FUNCTIONS)
     total = ir.word(step, rec.TOKENS) * kv_heads * splits
     task = draw(sync, phase)
     while task < total:
         t, kv, split = task // (kv_heads * splits), task // splits % kv_heads, task % splits
         context = ir.word(ir.word(step, rec.POSITIONS), t) + 1
         if split * rec.SPLIT < context:
-            _attend(step, layer, t, kv, split * rec.SPLIT, min((split + 1) * rec.SPLIT, context), scores)
+            start, end = split * rec.SPLIT, min((split + 1) * rec.SPLIT, context)
+            ir.call_7(ir.word(functions, rec.ATTEND), step, layer, t, kv, start, end, scores)
         finish(sync, phase)
         task = draw(sync, phase)
     return total
 
 
-@compiled("void(int64, int64)")
-def combine(step: int, out: int) -> None:
-    """The splits of each head, weighted, into out [TILED, heads padded]."""
+@by_address(2)
+def combine(step: int, out: int) -> int:
+    """The splits of each head, weighted, into out [TILED, heads padded], zeros elsewhere."""
     model = ir.word(step, rec.MODEL)
+    for i in range(ir.word(step, rec.TILED) * ir.word(model, rec.HEADS_PADDED)):
+        ir.put(out, i, np.float32(0.0))
     heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
     for t in range(ir.word(step, rec.TOKENS)):
         splits = ir.word(ir.word(step, rec.POSITIONS), t) // rec.SPLIT + 1
@@ -201,3 +206,4 @@ def combine(step: int, out: int) -> None:
                     ir.put(line, i, ir.get(line, i) + weight * ir.get(own, i))
             for i in range(dim):
                 ir.put(line, i, ir.get(line, i) / total)
+    return 0

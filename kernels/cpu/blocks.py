@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import ir as cpu_ir
-from kernels.cpu.compile import team
-from kernels.cpu.product import dequantise, project
+from kernels.cpu.decode import FUNCTIONS
+from kernels.cpu.product import dequantise, dots, project
 from kernels.cpu.records import padded, task_rows
+from kernels.cpu.team import team
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -50,8 +51,8 @@ class BlockMatrix:
     def record(self, bias: int = 0) -> Words:
         """The matrix as kernels take it; `bias` is the address of its float32 bias."""
         blocks = padded(self.columns) // BLOCK
-        factor = self.scalar.ctypes.data
-        words = (self.data.ctypes.data, FORMATS[self.format], self.data.shape[1], blocks, self.rows, bias, factor)
+        address, kind, row_bytes = self.data.ctypes.data, FORMATS[self.format], self.data.shape[1]
+        words = (address, kind, row_bytes, blocks, self.rows, bias, self.scalar.ctypes.data, dots.address)
         return np.array(words, np.int64)
 
 
@@ -125,9 +126,9 @@ def _few(matrix: BlockMatrix, x: Tensor, bias: Tensor, out: Tensor) -> None:
     result = np.empty((count, matrix.rows), np.float32)
     scratch = np.empty((team().size, count * (blocks + task_rows(matrix.columns))), np.float32)
     record = matrix.record(bias.data_ptr())
-    addresses = (record.ctypes.data, inputs.ctypes.data, count, scratch.ctypes.data, scratch.strides[0])
-    alive = (record, matrix, inputs, result, scratch, bias)
-    team().run(project, 1, (*addresses, result.ctypes.data), alive)
+    room = (scratch.ctypes.data, scratch.strides[0])
+    addresses = (FUNCTIONS.ctypes.data, record.ctypes.data, inputs.ctypes.data, count, *room, result.ctypes.data)
+    team().run(project, 1, addresses, (record, matrix, inputs, result, scratch, bias))
     out.copy_(torch.from_numpy(result[: x.shape[0]]))
 
 

@@ -293,6 +293,16 @@ def pause(b: Any, ignored: Value) -> None:
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), ())
 
 
+def _call(arguments: int) -> Any:
+    @_emits("i" * (arguments + 1), types.int64)
+    def call(b: Any, address: Value, *values: Value) -> Value:
+        kind = ir.FunctionType(I64, [I64] * arguments)
+        return b.call(b.inttoptr(address, kind.as_pointer()), values)
+
+    return call
+
+
+call_2, call_3, call_5, call_7, call_10 = (_call(n) for n in (2, 3, 5, 7, 10))
 dot_q4_0, dot_q4_1, dot_q8_0 = (_dot(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
 tile_q4_0, tile_q4_1, tile_q8_0 = (_dot(fmt, ROW_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
 row_q4_0, row_q4_1, row_q8_0 = (_dequantise(fmt) for fmt in (Q4_0, Q4_1, Q8_0))

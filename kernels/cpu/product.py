@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.compile import compiled, yield_processor
+from kernels.cpu.compile import by_address, compiled, yield_processor
 
 _SPINS = 2000  # looks at a phase before the processor is offered to others
 
@@ -54,19 +54,21 @@ def task_count(matrix: int) -> int:
     return (ir.word(matrix, rec.ROWS) + rows - 1) // rows
 
 
-@compiled("void(int64, int64, int64)")
-def block_sums(x: int, count: int, sums: int) -> None:
+@by_address(3)
+def block_sums(x: int, count: int, sums: int) -> int:
     """Sums of `count` blocks of 32."""
     for block in range(count):
         total = np.float32(0.0)
         for i in range(32):
             total += ir.get(x, block * 32 + i)
         ir.put(sums, block, total)
+    return 0
 
 
-@compiled("void(int64, int64, int64, int64, float32, int64, int64)")
-def norm(x: int, rows: int, stride: int, weight: int, eps: float, size: int, out: int) -> None:
-    """out = x / rms(x) * weight for rows of `size`, `stride` floats apart."""
+@by_address(7)
+def norm(x: int, rows: int, stride: int, weight: int, scalars: int, size: int, out: int) -> int:
+    """out = x / rms(x) * weight for rows of `size`, `stride` floats apart, zeros behind; eps is the first scalar."""
+    eps = ir.get(scalars, 0)
     for row in range(rows):
         source, target = x + row * stride * 4, out + row * stride * 4
         total = np.float32(0.0)
@@ -75,10 +77,13 @@ def norm(x: int, rows: int, stride: int, weight: int, eps: float, size: int, out
         scale = np.float32(1.0) / np.float32(math.sqrt(total / np.float32(size) + eps))
         for i in range(size):
             ir.put(target, i, ir.get(source, i) * scale * ir.get(weight, i))
+        for i in range(size, stride):
+            ir.put(target, i, np.float32(0.0))
+    return 0
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
-def dots(matrix: int, first: int, last: int, x: int, sums: int, tokens: int, out: int) -> None:
+@by_address(7)
+def dots(matrix: int, first: int, last: int, x: int, sums: int, tokens: int, out: int) -> int:
     """out[r - first, t] = weight row r · row t of x; `tokens` is 1 or a multiple of the tile."""
     address, fmt = ir.word(matrix, rec.ADDRESS), ir.word(matrix, rec.FORMAT)
     row_bytes, blocks = ir.word(matrix, rec.ROW_BYTES), ir.word(matrix, rec.BLOCKS)
@@ -101,6 +106,7 @@ def dots(matrix: int, first: int, last: int, x: int, sums: int, tokens: int, out
                     ir.tile_q8_0(weights, blocks, xs, x_stride, ss, sums_stride, to)
                 else:
                     ir.tile_q4_0(weights, blocks, xs, x_stride, ss, sums_stride, to)
+    return 0
 
 
 @compiled("float32(int64, int64, int64, int64)")
@@ -112,7 +118,7 @@ def _output(matrix: int, dot: int, index: int, row: int) -> float:
     return value
 
 
-@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@by_address(10)
 def product(
     sync: int, phase: int, matrix: int, x: int, sums: int, tokens: int, dot: int, out: int, stride: int, add: int
 ) -> int:
@@ -125,7 +131,7 @@ def product(
     while task < total:
         first = task * rows
         last = min(first + rows, ir.word(matrix, rec.ROWS))
-        dots(matrix, first, last, x, sums, tokens, dot)
+        ir.call_7(ir.word(matrix, rec.DOT), matrix, first, last, x, sums, tokens, dot)
         for t in range(tokens):
             for row in range(first, last):
                 value = _output(matrix, dot, (row - first) * tokens + t, row)
@@ -137,7 +143,7 @@ def product(
     return total
 
 
-@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@by_address(10)
 def gated(
     sync: int, phase: int, gate: int, up: int, x: int, sums: int, tokens: int, dot: int, out: int, stride: int
 ) -> int:
@@ -148,8 +154,8 @@ def gated(
     while task < total:
         first = task * rows
         last = min(first + rows, count)
-        dots(gate, first, last, x, sums, tokens, dot)
-        dots(up, first, last, x, sums, tokens, ups)
+        ir.call_7(ir.word(gate, rec.DOT), gate, first, last, x, sums, tokens, dot)
+        ir.call_7(ir.word(up, rec.DOT), up, first, last, x, sums, tokens, ups)
         for t in range(tokens):
             for row in range(first, last):
                 index = (row - first) * tokens + t
@@ -161,16 +167,17 @@ def gated(
     return total
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def project(
-    sync: int, matrix: int, x: int, tokens: int, scratch: int, scratch_bytes: int, out: int, thread: int
+    sync: int, functions: int, matrix: int, x: int, tokens: int, scratch: int, scratch_bytes: int, out: int, thread: int
 ) -> None:
     """out [tokens, rows] = x [tokens, padded columns] · matrixᵀ. Scratch of a thread: block sums, then dots."""
     blocks = ir.word(matrix, rec.BLOCKS)
     sums = scratch + thread * scratch_bytes
-    block_sums(x, tokens * blocks, sums)
+    ir.call_3(ir.word(functions, rec.BLOCK_SUMS), x, tokens * blocks, sums)
     dot = sums + tokens * blocks * 4
-    wait(sync, 0, product(sync, 0, matrix, x, sums, tokens, dot, out, ir.word(matrix, rec.ROWS), 0))
+    rows, run = ir.word(matrix, rec.ROWS), ir.word(functions, rec.PRODUCT)
+    wait(sync, 0, ir.call_10(run, sync, 0, matrix, x, sums, tokens, dot, out, rows, 0))
 
 
 @compiled("void(int64, int64, int64, int64, int64, int64)")

@@ -10,8 +10,9 @@ SPLIT = 128  # cached positions that one task of attention takes
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
 PHASES = 8  # of a layer
 
-# A matrix: its blocks, their format, bytes and blocks of a row, rows, float32 bias (0: none), float32 factor.
-ADDRESS, FORMAT, ROW_BYTES, BLOCKS, ROWS, BIAS, FACTOR, MATRIX_WORDS = range(8)
+# A matrix: its blocks, their format, bytes and blocks of a row, rows, float32 bias (0: none), float32 factor, and the
+# address of the kernel that multiplies its rows.
+ADDRESS, FORMAT, ROW_BYTES, BLOCKS, ROWS, BIAS, FACTOR, DOT, MATRIX_WORDS = range(9)
 
 # A layer: seven matrices, then the float32 weights of its norms (0: queries and keys are not normed).
 Q, K, V, O, GATE, UP, DOWN, MATRICES = range(8)  # noqa: E741
@@ -20,7 +21,10 @@ LAYER_WORDS = K_NORM + 1
 
 # A model. Padded sizes are the next multiple of 32; EPS and ROPE_SCALE lie as float32 at SCALARS.
 (LAYERS, LAYER_RECORDS, HIDDEN, HIDDEN_PADDED, INNER_PADDED, HEADS, KV_HEADS, DIM, HEADS_PADDED) = range(9)
-(SCALARS, INV_FREQ, NORM, MODEL_WORDS) = range(9, 13)
+(SCALARS, INV_FREQ, NORM, FUNCTIONS, MODEL_WORDS) = range(9, 14)
+
+# FUNCTIONS: addresses of the kernels that others call.
+BLOCK_SUMS, NORMALISE, PRODUCT, GATED, STORE, ATTENTION, ATTEND, COMBINE, FUNCTION_WORDS = range(9)
 
 # A step. TOKENS tokens in TILED rows of float32 buffers: X [TILED, hidden padded] the residual stream, QKV, PARTS
 # [TILED, heads, splits, dim + 2] (values, largest score, sum of weights), ACT [TILED, inner padded], OUT like X.

@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.cpu import ir as cpu_ir
 from kernels.cpu import records as rec
 from kernels.cpu.blocks import MAX_ROWS, BlockLinear, Words, padded_rows
-from kernels.cpu.compile import team
-from kernels.cpu.decode import decode
+from kernels.cpu.decode import FUNCTIONS, decode
+from kernels.cpu.team import team
 from kernels.interface import BatchMetadata, PagedStore
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -86,6 +86,7 @@ class FusedLayers:
             scalars.ctypes.data,
             inv_freq.data_ptr(),
             norm.data_ptr(),
+            FUNCTIONS.ctypes.data,
         )
         self._buffers: dict[tuple[int, int], _Buffers] = {}
 

@@ -14,12 +14,14 @@ pytestmark = pytest.mark.e2e
 ENDLESS = 700
 READ_PROBE = """rows => rows.slice(0, 10)
     .map(row => [...row.querySelectorAll('td[class]')].map(cell => Number(cell.title).toFixed(3)))"""
+STREAMED = 120
+"""Tokens of a reply that a page which looks eight times a second sees grow."""
 STOPPED_MS = 1000
 """A person's Stop ends the reply within this time; the time an API call takes here comes on top."""
 
 
 def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess) -> None:
-    tab = visitor.open(app.session(max_tokens=24))
+    tab = visitor.open(app.session(max_tokens=STREAMED))
     tab.send("Hello")
     tab.writing()
     first = tab.live_text()
@@ -31,7 +33,7 @@ def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess
     assert tab.texts()[1].split() == stored[1]["content"].split()
     numbers = stored[1]["kvscope"]
     wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
-    assert (tab.tile("generated"), tab.tile("computed")) == ("24", str(numbers["computed_tokens"]))
+    assert (tab.tile("generated"), tab.tile("computed")) == (str(STREAMED), str(numbers["computed_tokens"]))
     cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
     assert tab.panel.locator(".cells i").count() == len(cache["block_table"])
     assert tab.panel.locator(".uuid").inner_text() == tab.session()
@@ -80,10 +82,10 @@ def test_keys_of_the_text_box(visitor: Visitor, app: AppProcess) -> None:
 def test_a_first_message_makes_a_session_of_the_address(visitor: Visitor, app: AppProcess) -> None:
     count = len(app.request("GET", "/api/sessions")["sessions"])
     tab = visitor.open()
+    tab.tab("Settings")
+    tab.page.locator("#kv-max_tokens").locator("input, textarea").fill("4")
     tab.box.fill("What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?")
     tab.page.locator("#kv-send").click()
-    tab.writing()
-    tab.page.locator("#kv-stop").click()
     tab.idle(2)
     assert app.messages(tab.session())[0]["content"] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"
     assert tab.texts()[0] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"

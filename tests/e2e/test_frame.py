@@ -57,7 +57,7 @@ def test_widths(visit: Callable[..., Visitor], app: AppProcess, width: int, heig
         expect(tab.panel).not_to_be_in_viewport()
         tab.page.get_by_role("button", name="Cache and settings").click()
         expect(tab.panel).to_be_in_viewport()
-        assert tab.panel.locator(".tiles").is_visible()
+        expect(tab.panel.locator(".tiles")).to_be_visible()
         tab.page.get_by_role("button", name="Close the panel").click()
         expect(tab.panel).not_to_be_in_viewport()
     if width < 1180:

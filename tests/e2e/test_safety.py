@@ -88,7 +88,7 @@ def test_links_of_a_reply(hostile) -> None:
 
 def test_a_live_reply_is_data_too(visitor: Visitor, app: AppProcess) -> None:
     """What is being written goes another way into the page than what is stored."""
-    tab = visitor.open(app.session(max_tokens=16))
+    tab = visitor.open(app.session(max_tokens=120))
     tab.send("Repeat exactly: <img src=x onerror=alert(1)> <b>bold</b>")
     tab.writing(3)
     assert tab.thread.locator(".message.live").locator(LOADED).count() == 0

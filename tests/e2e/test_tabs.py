@@ -24,7 +24,7 @@ def test_refresh_while_a_reply_is_written(visitor: Visitor, app: AppProcess) -> 
     tab.idle(2)
     stored = app.messages(session)
     assert tab.session() == session and len(stored) == 2
-    assert stored[1]["kvscope"]["generated_tokens"] == 30 and stored[1]["status"] == "complete"
+    assert stored[1]["kvscope"]["generated_tokens"] == 120 and stored[1]["status"] == "complete"
     assert tab.texts()[1].split() == stored[1]["content"].split()
     tab.page.reload()
     tab.ready()
@@ -49,6 +49,7 @@ def test_a_second_tab_shows_new_turns(visitor: Visitor, app: AppProcess) -> None
     first.idle(2)
     second.idle(2)
     assert second.texts() == first.texts()
+    app.request("PATCH", f"/api/sessions/{session}", {"params": {"max_tokens": 4}})
     second.ask("And now from here.")
     first.idle(4)
     assert first.texts() == second.texts()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.loader import assemble
@@ -21,6 +21,7 @@ from engine.weights.catalog import ModelSource
 from sessions.store import SessionStore
 from tests.support.chats import finished
 from tests.support.engines import RecordingEngine
+from tests.support.reference_model import load_reference
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 from ui.chat import ChatService
@@ -107,7 +108,7 @@ def engine(file: Path) -> Iterator[RecordingEngine]:
 
 @pytest.fixture(scope="module")
 def reference(file: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return load_reference(file)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ class ChatPage:
         return self.texts()[-1]
 
     def writing(self, characters: int = 1) -> None:
-        """Wait until a reply is being written and has this many characters."""
+        """Wait until a reply is being written and has this many characters; a short one may be over."""
         self.page.wait_for_function(
             "n => document.body.classList.contains('kv-running')"
             " && (document.querySelector('.message.live .body')?.textContent.trim().length ?? 0) >= n",
