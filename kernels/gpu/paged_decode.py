@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -265,7 +266,10 @@ def launch_paged_decode(
     kv_heads, num_splits = geometry.num_kv_heads, partial_out.shape[2]
     if batch == 0:
         return
-    tuned = tuning.attention_params("paged_decode", head_dim, capability or tuning.capability()) | dict(params or {})
+    # Only tensor cores make a dot of padded rows cheap, and they don't multiply float32.
+    card = 75 if q.dtype == torch.float32 else capability or tuning.capability()
+    variant = "rotated" if key_inv_freq is not None else "coded" if KV_FORMATS[kv_format].bits < 16 else ""
+    tuned = tuning.attention_params("paged_decode", head_dim, variant, card) | dict(params or {})
     group = heads // kv_heads
     rows = min(max(triton.next_power_of_2(group), tuned["MIN_ROWS"]), tuned["MAX_ROWS"])
     padded = max(triton.next_power_of_2(head_dim), 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -50,7 +51,6 @@ def paged_prefill_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ROTATE: tl.constexpr,
-    USE_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -79,7 +79,7 @@ def paged_prefill_kernel(
         kept = tl.minimum(sinks, start)
     visible = end - start + kept
 
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty if USE_DOT else tl.float32
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     if ROTATE:
         channel = tl.arange(0, HALF)
         inside = in_chunk[:, None] & (channel < D // 2)[None, :]
@@ -108,7 +108,7 @@ def paged_prefill_kernel(
         )  # fmt: skip
         scores = raw_scores(
             q, q_second, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT,
-            DTYPE, ROTATE, USE_DOT, "",
+            DTYPE, ROTATE, True, "",
         )  # fmt: skip
         if FORMAT == "int8":
             token_scale = load_token_scale(scales, scale_row, valid)
@@ -130,7 +130,7 @@ def paged_prefill_kernel(
             weights = weights * token_scale[None, :]
         NEXT: tl.constexpr = BLOCK_SIZE * KV_HEADS
         values = load_tile(data, scales, k_row + NEXT, scale_row + NEXT, valid, 0, D, DP, D, FORMAT, DTYPE, "")
-        acc = acc * decay[:, None] + weighted_sum(weights, values, USE_DOT)
+        acc = acc * decay[:, None] + weighted_sum(weights, values, True)
         top = new_top
     channel = tl.arange(0, DP)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -171,7 +171,10 @@ def launch_paged_prefill(
     kv_heads, sequences = geometry.num_kv_heads, block_tables.shape[0]
     if q.numel() == 0:
         return
-    tuned = tuning.attention_params("paged_prefill", head_dim, capability or tuning.capability()) | dict(params or {})
+    # Only tensor cores make a dot of padded rows cheap, and they don't multiply float32.
+    card = 75 if q.dtype == torch.float32 else capability or tuning.capability()
+    variant = "rotated" if key_inv_freq is not None else "coded" if KV_FORMATS[kv_format].bits < 16 else ""
+    tuned = tuning.attention_params("paged_prefill", head_dim, variant, card) | dict(params or {})
     grid = (triton.cdiv(max_query_len * (heads // kv_heads), tuned["BLOCK_M"]), kv_heads, sequences)
     paged_prefill_kernel[grid](
         q,
@@ -201,7 +204,6 @@ def launch_paged_prefill(
         WINDOW=window > 0,
         SOFT_CAP=soft_cap > 0,
         ROTATE=key_inv_freq is not None,
-        USE_DOT=bool(tuned["USE_DOT"]),
         BLOCK_M=tuned["BLOCK_M"],
         BLOCK_N=tuned["BLOCK_N"],
         STAGES=tuned["STAGES"],

@@ -41,7 +41,7 @@ def sincos(angle):
     The angle's fraction of a turn is taken in integers: the same bits on every card and interpreted, and no slow path
     that needs a stack. Then Taylor series over an eighth of a turn.
     """
-    turns = (angle * 16777216.0).to(tl.int64) * 174992710548  # 2**40 / (2 pi); wraps at whole turns
+    turns = (angle * 8388608.0 + 0.5).to(tl.int64) * 349985421095  # 2**41 / (2 pi); wraps at whole turns
     turn = (turns >> 32).to(tl.int32)
     quadrant = ((turn >> 29) + 1) >> 1
     x = (turn << 2).to(tl.float32) * 3.657295198167899e-10  # pi / 2 * 2**-32

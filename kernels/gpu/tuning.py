@@ -50,9 +50,18 @@ _add("swiglu", CAPABILITIES, BLOCK=2048, num_warps=4)
 _add("rms_norm", CAPABILITIES, elements_per_thread=16, max_warps=16)
 
 
-def attention_params(kernel: str, head_dim: int, capability: int) -> dict[str, int]:
-    """`launch_params` of an attention kernel for heads of up to 64, 128 or 256 channels."""
-    return launch_params(f"{kernel}_{next(size for size in (64, 128, 256) if head_dim <= size)}", capability)
+def attention_params(kernel: str, head_dim: int, variant: str, capability: int) -> dict[str, int]:
+    """`launch_params` of an attention kernel for heads of up to 64, 128 or 256 channels.
+
+    Variants, which may have rows of their own: "" where tiles are what the cache holds, "coded" where they are
+    dequantised, "rotated" where keys are turned when read. ValueError for larger heads.
+    """
+    size = next((size for size in (64, 128, 256) if head_dim <= size), None)
+    if size is None:
+        raise ValueError(f"attention kernels take heads of at most 256 channels, not {head_dim}")
+    name = f"{kernel}_{size}"
+    own = f"{name}_{variant}"
+    return launch_params(own if (own, CAPABILITIES[0]) in _TABLE else name, capability)
 
 
 # Without tl.dot the products of ROWS x BLOCK_N x head size lie in registers: at most 64 per thread.
@@ -65,10 +74,34 @@ _add("paged_decode_64", CAPABILITIES[1:], BLOCK_N=64, STAGES=3, **_DOT)
 _add("paged_decode_128", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
 _add("paged_decode_256", CAPABILITIES[1:], BLOCK_N=32, STAGES=2, **_DOT)
 _add("paged_decode_reduce", CAPABILITIES, num_warps=2)
-_add("paged_prefill_64", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=64, STAGES=2, USE_DOT=1, num_warps=4)
-_add("paged_prefill_128", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=2, USE_DOT=1, num_warps=4)
-_add("paged_prefill_256", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=8)
-_add("paged_prefill_64", (75,), BLOCK_M=32, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=4)
-_add("paged_prefill_128", (75,), BLOCK_M=32, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=8)
-_add("paged_prefill_256", (75,), BLOCK_M=16, BLOCK_N=32, STAGES=1, USE_DOT=1, num_warps=8)
+# Prefill is bound by arithmetic: fewer rows, or no copies ahead, where dequantising and turning keys take registers.
+_add("paged_prefill_64", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=64, STAGES=2, num_warps=4)
+_add("paged_prefill_64_coded", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=1, num_warps=4)
+_add("paged_prefill_64_rotated", CAPABILITIES[1:], BLOCK_M=32, BLOCK_N=32, STAGES=1, num_warps=4)
+_add("paged_prefill_128", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=2, num_warps=4)
+_add("paged_prefill_128_coded", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=32, STAGES=1, num_warps=4)
+_add("paged_prefill_128_rotated", CAPABILITIES[1:], BLOCK_M=32, BLOCK_N=32, STAGES=1, num_warps=4)
+_add("paged_prefill_256", CAPABILITIES[1:], BLOCK_M=32, BLOCK_N=32, STAGES=1, num_warps=8)
+_add("paged_prefill_256_coded", CAPABILITIES[1:], BLOCK_M=32, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_256_rotated", CAPABILITIES[1:], BLOCK_M=32, BLOCK_N=32, STAGES=1, num_warps=8)
+# There tl.dot becomes multiply-adds of whole tiles in registers.
+_add("paged_prefill_64", (75,), BLOCK_M=32, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_64_coded", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_64_rotated", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_128", (75,), BLOCK_M=32, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_128_coded", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_128_rotated", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=4)
+_add("paged_prefill_256", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=8)
+_add("paged_prefill_256_coded", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=8)
+_add("paged_prefill_256_rotated", (75,), BLOCK_M=16, BLOCK_N=16, STAGES=1, num_warps=8)
 _add("copy_blocks", CAPABILITIES, BLOCK=4096, num_warps=4)
+
+_add("dequant_rows", CAPABILITIES, BLOCK_M=4, BLOCK_K=32, num_warps=4)
+_add("dequant_gemm_8bit", CAPABILITIES[1:], BLOCK_M=128, BLOCK_N=64, BLOCK_K=8, STAGES=2, num_warps=8)
+_add("dequant_gemm_4bit", CAPABILITIES[1:], BLOCK_M=128, BLOCK_N=64, BLOCK_K=4, STAGES=2, num_warps=8)
+_add("dequant_gemm_2bit", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=64, BLOCK_K=4, STAGES=2, num_warps=4)
+_add("sample", CAPABILITIES, CHUNK=4096, num_warps=8)
+_add("ssm_step", CAPABILITIES, BLOCK_P=16, num_warps=4)
+_add("ssm_chunk", (75,), BLOCK_P=32, BLOCK_T=1, USE_DOT=0, num_warps=4)
+_add("ssm_chunk", CAPABILITIES[1:], BLOCK_P=32, BLOCK_T=32, USE_DOT=1, num_warps=4)
+_add("causal_conv", CAPABILITIES, BLOCK_T=8, BLOCK_C=128, num_warps=4)
