@@ -80,8 +80,19 @@ def dequant_gemm_out(
     out.copy_(result if residual is None else result + residual.float())
 
 
-def dequantise_out(planes: Sequence[Tensor], kind: str, out: Tensor) -> None:
-    """out [N, K] = the weight, rounded once to out's dtype."""
-    if out.shape != torch.Size(weight_shape(planes, kind)):
-        raise ValueError(f"out must be {list(weight_shape(planes, kind))}, not {list(out.shape)}.")
-    out.copy_(dequantise(PackedWeight(kind, *weight_shape(planes, kind), tuple(planes))))
+def check_rows(planes: Sequence[Tensor], kind: str, ids: Tensor | None, out: Tensor) -> None:
+    """Raises ValueError where ids int64 [M] and out [M, K] (without ids [N, K]) don't fit the weight."""
+    rows, columns = weight_shape(planes, kind)
+    if ids is not None and (ids.dim() != 1 or ids.dtype != torch.int64 or not ids.is_contiguous()):
+        raise ValueError(f"ids must be a contiguous int64 [M], not {ids.dtype} {list(ids.shape)}.")
+    expected = (rows if ids is None else ids.shape[0], columns)
+    if out.shape != expected or out.stride(-1) != 1:
+        raise ValueError(f"out must be {list(expected)} with contiguous rows, not {list(out.shape)}.")
+
+
+def dequant_rows_out(planes: Sequence[Tensor], kind: str, ids: Tensor | None, out: Tensor) -> None:
+    """out [M, K] = the weight's rows `ids`, or all of them, computed in float32 and rounded once to out's dtype."""
+    check_rows(planes, kind, ids, out)
+    if ids is not None:
+        planes = [plane[ids] if plane.numel() else plane for plane in planes]
+    out.copy_(dequantise(PackedWeight(kind, out.shape[0], out.shape[1], tuple(planes))))
