@@ -102,6 +102,5 @@ _add("dequant_gemm_4bit", CAPABILITIES[1:], BLOCK_M=128, BLOCK_N=64, BLOCK_K=4, 
 _add("dequant_gemm_2bit", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=64, BLOCK_K=4, STAGES=2, num_warps=4)
 _add("sample", CAPABILITIES, CHUNK=4096, num_warps=8)
 _add("ssm_step", CAPABILITIES, BLOCK_P=16, num_warps=4)
-_add("ssm_chunk", (75,), BLOCK_P=32, BLOCK_T=1, USE_DOT=0, num_warps=4)
-_add("ssm_chunk", CAPABILITIES[1:], BLOCK_P=32, BLOCK_T=32, USE_DOT=1, num_warps=4)
+_add("ssm_chunk", CAPABILITIES, BLOCK_P=16, num_warps=4)
 _add("causal_conv", CAPABILITIES, BLOCK_T=8, BLOCK_C=128, num_warps=4)
