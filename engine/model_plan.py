@@ -18,6 +18,8 @@ from engine.weights.catalog import ModelSource, resolve
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
+from kernels import planes
+from kernels.dispatch import triton_runs_on
 
 BLOCK_WEIGHTS = 32
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
@@ -43,7 +45,7 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     found: ModelSource = resolve(config.model, config.data_dir)
     source: WeightSource = GGUFSource(found.path) if found.kind == "gguf" else SafetensorsSource(found.path)
     _, sizes = read_config(source)
-    fmt = pick_format(device, config.dtype)
+    fmt = pick_format(device, config.dtype, triton_runs_on(device))
     kv_format = config.kv_format if config.kv_format != "auto" else _auto_kv_format(fmt)
     weights = weight_bytes(source, sizes, fmt)
     free, total = _device_memory(device)
@@ -86,11 +88,14 @@ def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -
 
 
 def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Matrices in blocks keep the file's own where it has them, else they become int8 with a scale per block."""
-    if not fmt.blocks:
+    """Matrices in blocks keep the file's own where they can; others become int8 on a CPU, and plain in planes."""
+    kind = source.block_format(name)
+    if fmt.planes and fmt.blocks and kind in planes.FORMATS:
+        return math.prod(shape) // planes.FORMATS[kind].columns * planes.FORMATS[kind].nbytes
+    if fmt.planes or not fmt.blocks:
         return math.prod(shape) * fmt.dtype.itemsize
     blocks = math.prod(shape[:-1]) * -(-shape[-1] // BLOCK_WEIGHTS)
-    return blocks * BLOCK_BYTES[source.block_format(name) or "Q8_0"]
+    return blocks * BLOCK_BYTES.get(kind or "", BLOCK_BYTES["Q8_0"])
 
 
 def _auto_kv_format(fmt: WeightFormat) -> str:
