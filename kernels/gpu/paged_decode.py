@@ -22,6 +22,7 @@ SCHEMA = (
     "Tensor(b!) partial_stats, Tensor(c!) out) -> ()"
 )
 
+
 @triton.jit
 def _attend(
     first,
@@ -72,8 +73,8 @@ def _attend(
             SCALE_PLANES,
         )  # fmt: skip
         scores = raw_scores(
-            q, q_second, data, scales, row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT, DTYPE,
-            ROTATE, USE_DOT, POLICY,
+            q, q_second, data, scales, row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT,
+            DTYPE, ROTATE, USE_DOT, POLICY,
         )  # fmt: skip
         if FORMAT == "int8":
             token_scale = load_token_scale(scales, scale_row, valid)

@@ -1,4 +1,4 @@
-"""Causal attention of chunks of query tokens over their sequences' block tables; the chunks' K and V are stored before."""
+"""Causal attention of chunks of query tokens over block tables in which the chunks' K and V are already stored."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def _round(x):
 
 
 @triton.jit
-def _load_heads(rows, wanted, norm, eps, cos, sin, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+def _load_heads(
+    rows, wanted, norm, eps, cos, sin, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr
+):
     """float32 [HEADS, DP] of `rows` (pointers to each head), normed and rotated; sin has its first half negated."""
     channel = tl.arange(0, DP)
     mask = wanted[:, None] & (channel < D)[None, :]

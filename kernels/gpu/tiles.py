@@ -75,11 +75,8 @@ def data_pointer(address, FORMAT: tl.constexpr):
 @triton.jit
 def scale_pointer(address, FORMAT: tl.constexpr):
     """The int64 address of an extent's scales as pointers: fp16 for int4, float32 for int8."""
-    if FORMAT == "int4":
-        pointer = address.to(tl.pointer_type(tl.float16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(pointer, 16)
+    dtype: tl.constexpr = tl.float16 if FORMAT == "int4" else tl.float32
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -222,7 +219,10 @@ def raw_scores(
         frequency = tl.load(inv_freq + channel, mask=channel < D // 2, other=0.0)
         sin, cos = sincos(positions.to(tl.float32)[:, None] * frequency[None, :])
         a = load_tile(data, scale, row, scale_row, valid, 0, D // 2, HALF, D, FORMAT, tl.float32, POLICY) * rope_scale
-        b = load_tile(data, scale, row, scale_row, valid, D // 2, D // 2, HALF, D, FORMAT, tl.float32, POLICY) * rope_scale
+        b = (
+            load_tile(data, scale, row, scale_row, valid, D // 2, D // 2, HALF, D, FORMAT, tl.float32, POLICY)
+            * rope_scale
+        )
         scores = product(q, (a * cos - b * sin).to(DTYPE), USE_DOT)
         scores += product(q_second, (b * cos + a * sin).to(DTYPE), USE_DOT)
     else:
@@ -240,11 +240,7 @@ def soft_capped(scores, soft_cap):
 @triton.jit
 def product(a, b, USE_DOT: tl.constexpr):
     """float32 a [M, D] @ b [N, D] transposed; sums of products where there is no tensor core for a dot."""
-    if USE_DOT:
-        result = tl.dot(a, tl.trans(b), input_precision="ieee")
-    else:
-        result = tl.sum(a[:, None, :] * b[None, :, :], 2)
-    return result
+    return tl.dot(a, tl.trans(b), input_precision="ieee") if USE_DOT else tl.sum(a[:, None, :] * b[None, :, :], 2)
 
 
 @triton.jit

@@ -289,8 +289,8 @@ def paged_decode(
 ) -> None:
     """Attention of one query token per row over the row's first `context_lens` cached tokens.
 
-    q, out: fp16, bf16 or fp32 [B, H, D]. block_tables: int32 [B, blocks]. context_lens: int32 [B], the query's own token
-    included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible.
+    q, out: fp16, bf16 or fp32 [B, H, D]. block_tables: int32 [B, blocks]. context_lens: int32 [B], the query's own
+    token included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible.
     `soft_cap` > 0: scores become soft_cap * tanh(scores / soft_cap). key_inv_freq: float32 [D / 2] if the cache holds
     keys before RoPE; they are turned by their position in the block table, q's position being context_len - 1.
     newest: so many tokens are kept in the L2 cache in preference to older ones; no meaning here. partial_out,
@@ -386,9 +386,9 @@ def paged_prefill(
 ) -> None:
     """Causal attention of each sequence's last tokens over all its cached tokens, their own included.
 
-    q, out: fp16, bf16 or fp32 [T, H, D]; sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] (int32 [S + 1]),
-    `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`; sequences
-    without queries are skipped. ValueError where shapes or dtypes don't fit.
+    q, out: fp16, bf16 or fp32 [T, H, D]; sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], of int32
+    [S + 1], `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`;
+    sequences without queries are skipped. ValueError where shapes or dtypes don't fit.
     """
     geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
     bounds = cu_seqlens_q.tolist()

@@ -32,14 +32,16 @@ class Batch:
                 self.same_maths.append(self.exact[-1])
                 continue
             keys = random(context, kv_heads, head_dim, seed=2 * row + 1).to(dtype) * key_scale
-            keys, values = self.cache.write(1, blocks, keys, random(context, kv_heads, head_dim, seed=2 * row + 2).to(dtype))
+            keys, values = self.cache.write(
+                1, blocks, keys, random(context, kv_heads, head_dim, seed=2 * row + 2).to(dtype)
+            )
             if rotated:
                 keys = rotate(keys, torch.arange(context), self.inv_freq, 1.25)
             inputs = self.q[row : row + 1], keys, values, self.scale
             self.exact.append(attend(*inputs, torch.float64, **options)[0])
             self.same_maths.append(attend(*inputs, dtype, **options)[0].double())
 
-    def run(self, op, splits=3, newest=0, **launch):
+    def run(self, op, splits=2, newest=0, **launch):
         shapes = decode.workspace_shapes(*self.q.shape, splits)
         partial_out, partial_stats = (torch.full(shape, float("nan")) for shape in shapes)
         out = torch.full_like(self.q, float("nan"))
@@ -84,15 +86,14 @@ def test_formats_head_sizes_and_groups(kv_format, head_dim, group, dtype, launch
     batch.run(decode.launch_paged_decode, **launch)
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
 @pytest.mark.parametrize(
-    "options",
+    ("kv_format", "options"),
     [
-        {"window": 9},
-        {"window": 9, "sinks": 3},
-        {"window": 1, "sinks": 30},
-        {"soft_cap": 2.0},
-        {"window": 12, "sinks": 2, "soft_cap": 1.5},
+        ("fp16", {"window": 9}),
+        ("int8", {"window": 9, "sinks": 3}),
+        ("fp16", {"window": 1, "sinks": 30}),
+        ("fp16", {"soft_cap": 2.0}),
+        ("int8", {"window": 12, "sinks": 2, "soft_cap": 1.5}),
     ],
     ids=str,
 )
@@ -102,10 +103,15 @@ def test_windows_sinks_and_soft_cap(kv_format, options):
     batch.run(decode.launch_paged_decode, **DOT)
 
 
-@pytest.mark.parametrize("window", [0, 10])
 @pytest.mark.parametrize(
-    ("kv_format", "head_dim", "launch"),
-    [("fp16", 80, DOT), ("int8", 64, NO_DOT), ("int4", 128, DOT), ("int4", 80, DOT), ("fp32", 64, NO_DOT)],
+    ("kv_format", "head_dim", "launch", "window"),
+    [
+        ("fp16", 80, DOT, 0),
+        ("int8", 64, NO_DOT, 10),
+        ("int4", 128, DOT, 10),
+        ("int4", 80, DOT, 0),
+        ("fp32", 64, NO_DOT, 0),
+    ],
 )
 def test_keys_stored_before_rope_are_turned_when_read(kv_format, head_dim, launch, window):
     dtype = FLOAT if kv_format == "fp32" else HALF
@@ -114,13 +120,13 @@ def test_keys_stored_before_rope_are_turned_when_read(kv_format, head_dim, launc
     batch.run(decode.launch_paged_decode, **launch)
 
 
-@pytest.mark.parametrize("newest", [1, 4, 16, 1000])
+@pytest.mark.parametrize("newest", [1, 16, 1000])
 def test_newest_tokens_may_stay_in_the_l2_cache(newest):
     """Two loops, split anywhere, see every key once."""
     Batch("fp16", 64, 4, HALF, window=20, sinks=1).run(decode.launch_paged_decode, newest=newest, **DOT)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [1, 7])
 def test_any_number_of_splits(splits):
     Batch("fp16", 64, 4, HALF).run(decode.launch_paged_decode, splits=splits, capability=80, params={"BLOCK_N": 8})
 
@@ -137,17 +143,10 @@ def test_scores_far_from_zero():
 @pytest.mark.parametrize("kv_format", ["int8", "int4"])
 def test_offsets_past_two_to_the_31(kv_format):
     """The last block of an extent of more than 2**31 bytes, of which only a few pages are ever touched."""
-    cache = PagedCache(kv_format, 256, 1, num_layers=1, block_size=1, extents=1, blocks_per_extent=1)
-    blocks, last = 2**31 // (32 * 2 * 64 * 256) * (2 if kv_format == "int4" else 1) + 2, 1
-    shapes = [(blocks, 32, 2, 64, 1, 256 // (2 if kv_format == "int4" else 1))]
-    shapes.append((blocks, 32, len(cache.scales[0][0, 0]), 64, 1, cache.scales[0].shape[-1]))
-    cache.data, cache.scales = [torch.empty(shapes[0], dtype=cache.data[0].dtype)], [
-        torch.empty(shapes[1], dtype=cache.scales[0].dtype)
-    ]
-    cache.block_size, cache.blocks_per_extent = 64, blocks
-    decode_table = torch.tensor([[blocks - last]], dtype=torch.int32)
-    cache.table[0] = torch.tensor([cache.data[0].data_ptr(), cache.scales[0].data_ptr()])
-    keys, values = cache.write(31, [blocks - last], random(3, 1, 256, seed=1), random(3, 1, 256, seed=2))
+    cache = PagedCache.vast(kv_format, 256)
+    last = cache.blocks_per_extent - 1
+    decode_table = torch.tensor([[last]], dtype=torch.int32)
+    keys, values = cache.write(31, [last], random(3, 1, 256, seed=1), random(3, 1, 256, seed=2))
     assert cache.data[0][-1, -1].storage_offset() > 2**31
     q, out = random(1, 2, 256), torch.empty(1, 2, 256)
     workspaces = [torch.empty(shape) for shape in decode.workspace_shapes(1, 2, 256, 1)]

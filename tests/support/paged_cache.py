@@ -38,6 +38,20 @@ class PagedCache:
         self.table = torch.zeros(extents + 2, 2, dtype=torch.int64)
         fill_extent_table(self.table, self.data, self.scales)
 
+    @classmethod
+    def vast(cls, kv_format: str, head_dim: int) -> PagedCache:
+        """One extent of more than 2**31 elements, 32 layers and 64 slots a block; no page of it is touched."""
+        cache = cls(kv_format, head_dim, 1, 1, 64, 1, 1)
+        elements = 32 * cache.data[0][0].numel()
+        cache.blocks_per_extent = 2**31 // elements + 2
+
+        def grown(extent: Tensor) -> Tensor:
+            return torch.empty((cache.blocks_per_extent, 32, *extent.shape[2:]), dtype=extent.dtype)
+
+        cache.data, cache.scales = [grown(cache.data[0])], [grown(extent) for extent in cache.scales]
+        fill_extent_table(cache.table, cache.data, cache.scales)
+        return cache
+
     def where(self, layer: int) -> tuple[Any, ...]:
         """The last input arguments of every op."""
         return self.kv_format, layer, self.blocks_per_extent, self.data, self.scales, self.table
@@ -68,7 +82,8 @@ def encode(kv_format: str, k: Tensor, v: Tensor, data: Tensor, scales: Tensor | 
     """Write k, v [KV, D] of one token into its slot as the format says; float64 of what it stands for."""
     k, v = k.double(), v.double()
     if scales is None:
-        data[0], data[1] = k.clamp(-448, 448) if kv_format == "fp8" else k, v.clamp(-448, 448) if kv_format == "fp8" else v
+        limit = 448.0 if kv_format == "fp8" else math.inf
+        data[0], data[1] = k.clamp(-limit, limit), v.clamp(-limit, limit)
         return data[0].double(), data[1].double()
     if kv_format == "int8":
         step = torch.maximum(k.abs().amax(-1), v.abs().amax(-1)).float() / 127
@@ -113,7 +128,7 @@ def attend(
     sinks: int = 0,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """q [n, H, D] at the last n positions of keys, values [context, KV, D], all of it computed in `dtype`: [n, H, D]."""
+    """[n, H, D] of q [n, H, D] at the last n positions of keys, values [context, KV, D], computed in `dtype`."""
     count, heads, _ = q.shape
     context, kv_heads, _ = keys.shape
     q, keys, values = q.to(dtype), keys.to(dtype), values.to(dtype)
