@@ -10,7 +10,7 @@ import torch
 
 from engine import loader
 from engine.config import EngineConfig
-from engine.memory_plan import MemoryPlan, ModelSizes, plan_memory, plan_table
+from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
 from engine.models.layers import WeightFormat, pick_format
 from engine.models.registry import read_config
@@ -21,8 +21,8 @@ from engine.weights.source import WeightSource
 from kernels import planes
 from kernels.dispatch import triton_runs_on
 
-BLOCK_WEIGHTS = 32
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+CPU_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+"""GGUF types whose blocks the CPU's kernels read as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,10 @@ def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: 
     """Matrices in blocks keep the file's own where they can; others become int8 on a CPU, and plain in planes."""
     kind = source.block_format(name)
     if fmt.planes and fmt.blocks and kind in planes.FORMATS:
-        return math.prod(shape) // planes.FORMATS[kind].columns * planes.FORMATS[kind].nbytes
+        return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind)
     if fmt.planes or not fmt.blocks:
         return math.prod(shape) * fmt.dtype.itemsize
-    blocks = math.prod(shape[:-1]) * -(-shape[-1] // BLOCK_WEIGHTS)
-    return blocks * BLOCK_BYTES.get(kind or "", BLOCK_BYTES["Q8_0"])
+    return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind if kind in CPU_KINDS else "Q8_0")
 
 
 def _auto_kv_format(fmt: WeightFormat) -> str:
