@@ -178,35 +178,32 @@ def launch_dequant_gemv(
         raise ValueError(f"dequant_gemv takes at most {MAX_ROWS} rows of x, not {x.shape[0]}.")
     block_m = triton.next_power_of_2(x.shape[0])
     params = launch_params(_tuning_name(kind, block_m), capability())
-    block_n, block_k = params["BLOCK_N"], params["BLOCK_K"]
+    extent = columns if kind in PLAIN else columns // FORMATS[kind].unit
+    block_n = params["BLOCK_N"]
+    block_k, num_warps = _step(extent, params["BLOCK_K"], params["num_warps"])
     grid = (triton.cdiv(out.shape[1], block_n // 2 if swiglu else block_n),)
     strides = (x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0))
-    shared = {"SWIGLU": swiglu, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    options = {"SWIGLU": swiglu, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps}
     if kind in PLAIN:
-        plain_gemv_kernel[grid](
-            x,
-            planes[0],
-            bias,
-            residual,
-            out,
-            x.shape[0],
-            rows,
-            columns,
-            *strides,
-            **shared,
-            num_warps=params["num_warps"],
-        )
-        return
-    units = columns // FORMATS[kind].unit
-    quantised_gemv_kernel[grid](
-        x, *planes, bias, residual, out, x.shape[0], rows, units, *strides, **format_constants(FORMATS[kind]),
-        EVEN=units % block_k == 0, **shared, num_warps=params["num_warps"],
-    )  # fmt: skip
+        plain_gemv_kernel[grid](x, *planes, bias, residual, out, x.shape[0], rows, extent, *strides, **options)
+    else:
+        quantised_gemv_kernel[grid](
+            x, *planes, bias, residual, out, x.shape[0], rows, extent, *strides,
+            **format_constants(FORMATS[kind]), EVEN=extent % block_k == 0, **options,
+        )  # fmt: skip
 
 
 def _tuning_name(kind: str, block_m: int) -> str:
     width = "plain" if kind in PLAIN else f"{FORMATS[kind].bits}bit"
     return f"dequant_gemv_{width}" + ("" if block_m == 1 else "_rows")
+
+
+def _step(extent: int, block_k: int, num_warps: int) -> tuple[int, int]:
+    """BLOCK_K and num_warps: the table's, unless more than an eighth of the threads would idle and fewer idle less."""
+    sizes = [block_k >> i for i in range(num_warps.bit_length())]
+    idle = [triton.cdiv(extent, size) * size - extent for size in sizes]
+    best = 0 if idle[0] * 8 <= extent else idle.index(min(idle))
+    return sizes[best], num_warps >> best
 
 
 dequant_gemv = register(

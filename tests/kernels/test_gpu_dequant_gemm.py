@@ -18,7 +18,7 @@ from kernels.reference.quantized import dequant_gemm_out
 from tests.support.interpreter import is_interpreting, overflow_checks
 from tests.support.quantised import KINDS, gguf_values, random_blocks
 
-BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "STAGES": 1, "num_warps": 4}
+BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "STAGES": 1, "num_warps": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,15 @@ def test_each_kind_is_gguf_times_x(kind: str) -> None:
         blocks = random_blocks(kind, n, k)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(n)).to(device(), torch.float16)
         assert_as_exact_as_torch(x, pack(blocks, kind, k).to(device()), gguf_values(blocks, kind).to(device()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_sizes(kind: str) -> None:
+    weight = pack(torch.from_numpy(random_blocks(kind, 4099, 3584)).cuda(), kind, 3584)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_as_exact_as_torch(torch.randn(300, 3584, device="cuda").to(dtype), weight, dequantise(weight))
 
 
 @pytest.mark.model

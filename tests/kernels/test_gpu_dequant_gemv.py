@@ -18,16 +18,21 @@ from kernels.reference.quantized import dequant_gemv_out
 from tests.support.interpreter import is_interpreting, overflow_checks
 from tests.support.quantised import KINDS, gguf_values, random_blocks
 
-SHAPES = ((37, 768, 1), (70, 1536, 2), (9, 4096, 8), (24, 2304, 5))
-"""(N, K, M): ragged rows, and units that do and don't fill the last step of 32."""
+SHAPES = ((37, 768, 1), (70, 1536, 2), (9, 4096, 8))
+"""(N, K, M): ragged rows, and units that do and don't fill the last step of 64."""
 
 
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted programs cost the same whatever they hold, so let them be few."""
     if is_interpreting():
-        monkeypatch.setattr(module, "launch_params", lambda *_: {"BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 1})
+        monkeypatch.setattr(module, "launch_params", lambda *_: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 1})
     yield
+
+
+DTYPES = [torch.float16, torch.float32]
+if not is_interpreting():  # which gets bfloat16 wrong
+    DTYPES.append(torch.bfloat16)
 
 
 def device() -> str:
@@ -60,7 +65,7 @@ def assert_as_exact_as_torch(x: Tensor, weight: PackedWeight, values: Tensor) ->
     assert error(product(x, weight, op=dequant_gemv_out), exact) <= allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_gguf_times_x(kind: str, dtype: torch.dtype) -> None:
     for n, k, m in SHAPES if dtype == torch.float16 else SHAPES[:1]:
@@ -69,11 +74,40 @@ def test_each_kind_is_gguf_times_x(kind: str, dtype: torch.dtype) -> None:
         assert_as_exact_as_torch(x, pack(blocks, kind, k).to(device()), gguf_values(blocks, kind).to(device()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_weights(dtype: torch.dtype) -> None:
     for n, k, m in ((37, 576, 1), (5, 1000, 3)):
         weight, x = torch.randn(n, k, device=device()).to(dtype), torch.randn(m, k, device=device()).to(dtype)
         assert_as_exact_as_torch(x, plain(weight), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("kind", [*KINDS, "F16"])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_real_sizes_and_graphs(kind: str, rows: int) -> None:
+    n, k = 4096 + 3, 3584
+    if kind == "F16":
+        weight = plain(torch.randn(n, k).half()).to("cuda")
+    else:
+        weight = pack(torch.from_numpy(random_blocks(kind, n, k)).cuda(), kind, k)
+    x = torch.randn(rows, k, device="cuda").half()
+    assert_as_exact_as_torch(x, weight, dequantise(weight))
+    out = torch.empty(rows, n, dtype=torch.float16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dequant_gemv(x, list(weight.planes), kind, None, None, False, out)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, product(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [(128, (128, 4)), (18, (32, 1)), (48, (64, 2)), (448, (64, 2)), (112, (128, 4)), (592, (128, 4))],
+)
+def test_few_threads_idle(units: int, expected: tuple[int, int]) -> None:
+    assert module._step(units, 128, 4) == expected
 
 
 @pytest.mark.model

@@ -25,4 +25,4 @@ def _case(kind: str, arch: int) -> CompileCase:
     x, out = torch.zeros(TOKENS, COLUMNS, dtype=dtype), torch.zeros(TOKENS, ROWS, dtype=dtype)
     scratch = torch.empty(ROWS, COLUMNS, dtype=dtype) if arch < 80 else None
     run = partial(launch_dequant_gemm, x, weight.planes, kind, None, out, scratch, out)
-    return CompileCase(kind, run, max_regs=128, wide_loads=1 if arch < 80 else 16, max_shared=112 * 1024)
+    return CompileCase(kind, run, max_regs=160, wide_loads=1 if arch < 80 else 16, max_shared=112 * 1024)
