@@ -4,7 +4,8 @@
     python -m tests.kernels.build_kernels 86 --only swiglu
     python -m tests.kernels.build_kernels --write         # renew kernels/gpu/resources.json
 
-The JSON maps "kernel file/case/kernel function/arch" to `Resources`, with what the case asks for.
+The JSON maps "kernel file/case/kernel function/arch" to `Resources`, with what the case asks for. A function that a
+case compiles in several variants gets a number behind its name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import importlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,12 @@ def build(archs: list[int], files: list[str]) -> dict[str, dict[str, Any]]:
                 with CompileOnlyDriver(arch) as compiled:
                     case.run()
                 asked = {"max_regs": case.max_regs, "max_shared": case.max_shared, "case_wide_loads": case.wide_loads}
-                for number, kernel in enumerate(compiled.built, start=1):
+                launches: Counter[str] = Counter()
+                for kernel in compiled.built:
                     seen = inspect_kernel(kernel)
-                    key = f"{file}/{case.name}/{seen.kernel}/{arch}"
-                    if key in found:
-                        key = f"{file}/{case.name}/{seen.kernel} ({number})/{arch}"
-                    found[key] = dataclasses.asdict(seen) | asked
+                    launches[seen.kernel] += 1
+                    again = f" ({launches[seen.kernel]})" if launches[seen.kernel] > 1 else ""
+                    found[f"{file}/{case.name}/{seen.kernel}{again}/{arch}"] = dataclasses.asdict(seen) | asked
     return found
 
 

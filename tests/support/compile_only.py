@@ -5,13 +5,18 @@ Only for processes that don't interpret (`TRITON_INTERPRET=0`).
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
+import json
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -123,7 +128,24 @@ class CompileOnlyDriver:
 
 
 def inspect_kernel(compiled: CompiledKernel) -> Resources:
-    """Read registers and stack from the cubin and the loads from its disassembly."""
+    """Read registers and stack from the cubin and the loads from its disassembly.
+
+    Disassembling takes longer than a warm compile, so what was read is kept in Triton's cache folder.
+    """
+    key = hashlib.sha256(compiled.asm["cubin"] + Path(__file__).read_bytes()).hexdigest()
+    kept = Path(knobs.cache.dir) / "inspected" / f"{key}.json"
+    if kept.exists():
+        fields = json.loads(kept.read_text())
+        return Resources(**fields | {"loads": {int(bits): count for bits, count in fields["loads"].items()}})
+    found = _read_code(compiled)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(dataclasses.asdict(found)))
+    partial.replace(kept)
+    return found
+
+
+def _read_code(compiled: CompiledKernel) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

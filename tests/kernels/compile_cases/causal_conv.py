@@ -14,4 +14,4 @@ def cases(arch: int) -> list[CompileCase]:
         x = torch.empty(64, 5376, dtype=torch.float16)
         launch_causal_conv(state, torch.empty(2, dtype=torch.int32), x, weight, bias, x)
 
-    return [CompileCase("fp16", launch, max_regs=128, wide_loads=0, max_shared=8192)]
+    return [CompileCase("fp16", launch, max_regs=160, wide_loads=0, max_shared=8192)]
