@@ -1,7 +1,7 @@
 """Launch parameters by kernel and compute capability: a table, because nothing is tuned while the app runs.
 
 Values follow from registers and shared memory of the compiled code (two resident programs per multiprocessor, no
-spills) and from 128-bit loads; `num_stages` above 1 needs cp.async, which sm_75 does not have.
+spills) and from 128-bit loads; `STAGES` above 1 needs cp.async, which sm_75 does not have.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ _add("paged_decode_256", (75,), BLOCK_N=8, **_NO_DOT)
 _add("paged_decode_64", CAPABILITIES[1:], BLOCK_N=64, STAGES=3, **_DOT)
 _add("paged_decode_128", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
 _add("paged_decode_256", CAPABILITIES[1:], BLOCK_N=32, STAGES=2, **_DOT)
+_add("paged_decode_64_rotated", (75,), BLOCK_N=16, **_NO_DOT)
+_add("paged_decode_128_rotated", (75,), BLOCK_N=8, **_NO_DOT)
+_add("paged_decode_256_rotated", (75,), BLOCK_N=4, **_NO_DOT)
+_add("paged_decode_64_rotated", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
+_add("paged_decode_128_rotated", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
+_add("paged_decode_256_rotated", CAPABILITIES[1:], BLOCK_N=16, STAGES=2, **_DOT)
 _add("paged_decode_reduce", CAPABILITIES, num_warps=2)
 # Prefill is bound by arithmetic: fewer rows, or no copies ahead, where dequantising and turning keys take registers.
 _add("paged_prefill_64", CAPABILITIES[1:], BLOCK_M=64, BLOCK_N=64, STAGES=2, num_warps=4)
