@@ -10,9 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import tuning
+from kernels.gpu.paged_decode_reduce import reduce_splits
+from kernels.gpu.paged_decode_reduce import workspace_shapes as workspace_shapes
 from kernels.gpu.tiles import LOG2E, load_tile, load_token_scale, locate, raw_scores, soft_capped, weighted_sum
 from kernels.kv_format import KV_FORMATS
 from kernels.reference import paged
+from kernels.reference.paged_checks import check_decode
 from kernels.registry import register
 
 SCHEMA = (
@@ -23,43 +26,16 @@ SCHEMA = (
 )
 
 
+# fmt: off
 @triton.jit
 def _attend(
-    first,
-    last,
-    start,
-    kept,
-    q,
-    q_second,
-    top,
-    total,
-    acc,
-    block_table,
-    extent_table,
-    layer,
-    head,
-    inv_freq,
-    rope_scale,
-    scale,
-    soft_cap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    HALF: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCKS_PER_EXTENT: tl.constexpr,
-    SCALE_PLANES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ROTATE: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    POLICY: tl.constexpr,
+    first, last, start, kept, q, q_second, top, total, acc, block_table, extent_table, layer, head, inv_freq,
+    rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr, SCALE_PLANES: tl.constexpr,
+    FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr,
+    USE_DOT: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):
+    # fmt: on
     """Online softmax over visible keys `first` to `last`: new (maximum, sum, accumulator), in powers of two."""
     for base in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         visible = base + tl.arange(0, BLOCK_N)
@@ -202,37 +178,6 @@ def paged_decode_kernel(
     tl.store(stats + 1, total, mask=in_group)
 
 
-@triton.jit
-def paged_decode_reduce_kernel(
-    partial_out,
-    partial_stats,
-    out,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NSPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Grid (B * H,). SPLITS is NSPLIT up to a power of two. A row without keys gives zeros."""
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, DP)
-    split = tl.arange(0, SPLITS)
-    at = row * NSPLIT + split
-    top = tl.load(partial_stats + at * 2, mask=split < NSPLIT, other=float("-inf"))
-    used = top > float("-inf")
-    total = tl.load(partial_stats + at * 2 + 1, mask=used, other=0.0)
-    weight = tl.where(used, tl.exp2(top - tl.maximum(tl.max(top, 0), -1e38)), 0.0)
-    mask = used[:, None] & (channel < D)[None, :]
-    acc = tl.load(partial_out + at[:, None] * D + channel[None, :], mask=mask, other=0.0)
-    denominator = tl.sum(weight * total, 0)
-    result = tl.sum(acc * weight[:, None], 0) / tl.where(denominator > 0.0, denominator, 1.0)
-    tl.store(out + row * D + channel, result.to(out.dtype.element_ty), mask=channel < D)
-
-
-def workspace_shapes(batch: int, num_heads: int, head_dim: int, num_splits: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the float32 workspaces `partial_out` and `partial_stats` (maximum and sum of each split)."""
-    return (batch, num_heads, num_splits, head_dim), (batch, num_heads, num_splits, 2)
-
-
 def launch_paged_decode(
     q: Tensor,
     block_tables: Tensor,
@@ -260,7 +205,7 @@ def launch_paged_decode(
 
     `capability` and `params` replace the current device's and the tuned values.
     """
-    geometry = paged.check_decode(
+    geometry = check_decode(
         q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out
     )
     batch, heads, head_dim = q.shape
@@ -311,16 +256,7 @@ def launch_paged_decode(
         STAGES=tuned["STAGES"],
         num_warps=tuned["num_warps"],
     )
-    paged_decode_reduce_kernel[(batch * heads,)](
-        partial_out,
-        partial_stats,
-        out,
-        D=head_dim,
-        DP=padded,
-        NSPLIT=num_splits,
-        SPLITS=triton.next_power_of_2(num_splits),
-        num_warps=tuning.launch_params("paged_decode_reduce", capability or tuning.capability())["num_warps"],
-    )
+    reduce_splits(partial_out, partial_stats, out, capability)
 
 
 paged_decode = register("paged_decode", SCHEMA, launch_paged_decode, paged.paged_decode)

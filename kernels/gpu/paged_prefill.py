@@ -13,6 +13,7 @@ from kernels.gpu import tuning
 from kernels.gpu.tiles import LOG2E, load_tile, load_token_scale, locate, raw_scores, soft_capped, weighted_sum
 from kernels.kv_format import KV_FORMATS
 from kernels.reference import paged
+from kernels.reference.paged_checks import check_prefill
 from kernels.registry import register
 
 SCHEMA = (
@@ -164,9 +165,7 @@ def launch_paged_prefill(
 
     `capability` and `params` replace the current device's and the tuned values.
     """
-    geometry = paged.check_prefill(
-        q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out
-    )
+    geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
     _, heads, head_dim = q.shape
     kv_heads, sequences = geometry.num_kv_heads, block_tables.shape[0]
     if q.numel() == 0:

@@ -12,6 +12,7 @@ from kernels.gpu import tuning
 from kernels.gpu.tiles import data_pointer, locate, scale_pointer, sincos
 from kernels.kv_format import KV_FORMATS
 from kernels.reference import paged
+from kernels.reference.paged_checks import check_store
 from kernels.registry import register
 
 SCHEMA = (
@@ -188,7 +189,7 @@ def launch_store_kv(
 
     Extents are reached through `extent_table`; of the lists only the layout is read. `params` replaces tuned values.
     """
-    geometry = paged.check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
+    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
     tuned = {**tuning.launch_params("store_kv", tuning.capability()), **(params or {})}
     tokens, heads, head_dim = q_out.shape
     block_heads = tuned["HEADS"]
