@@ -52,8 +52,11 @@ def build(archs: list[int], files: list[str]) -> dict[str, dict[str, Any]]:
         cases = importlib.import_module(f"tests.kernels.compile_cases.{file}").cases
         for arch in archs:
             for case in cases(arch):
-                with CompileOnlyDriver(arch) as compiled:
-                    case.run()
+                try:
+                    with CompileOnlyDriver(arch) as compiled:
+                        case.run()
+                except Exception as error:
+                    raise RuntimeError(f"{file}/{case.name} does not compile for sm_{arch}") from error
                 asked = {"max_regs": case.max_regs, "max_shared": case.max_shared, "case_wide_loads": case.wide_loads}
                 launches: Counter[str] = Counter()
                 for kernel in compiled.built:

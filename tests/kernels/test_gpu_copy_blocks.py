@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -58,6 +60,19 @@ def test_reference_agrees() -> None:
     copy_blocks_out(pairs, BLOCKS, other_data, other_scales, table)
     assert _bytes(data) == _bytes(other_data)
     assert _bytes(scales) == _bytes(other_scales)
+
+
+def test_offsets_past_32_bits() -> None:
+    """Block ids of a huge extent, of which only two blocks exist: the table's address is as far before them."""
+    first = 2**20
+    data = [torch.randint(0, 256, (2, 1, 2, 16, 8, 64), dtype=torch.uint8, device=DEVICE)]
+    size = data[0][0].numel()
+    assert first * size // 4 > 2**31
+    table = torch.tensor([[data[0].data_ptr() - first * size, 0]], device=DEVICE)
+    checks = interpreter.overflow_checks() if interpreter.is_interpreting() else nullcontext()
+    with checks:
+        copy_blocks(torch.tensor([(first, first + 1)], device=DEVICE), 2**21, data, [], table)
+    assert torch.equal(data[0][0], data[0][1])
 
 
 def test_a_block_whose_size_is_odd() -> None:
