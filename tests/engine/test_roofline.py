@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -97,10 +93,8 @@ def test_what_fits() -> None:
     assert fp16.needed <= card.memory - roofline.RESERVED < fp16.needed + 17 * fp16.kv_bytes_per_token
 
 
-def test_the_command_ends_in_one_json_line() -> None:
-    root = Path(roofline.__file__).parents[1]
-    command = [sys.executable, "-m", "benchmarks.roofline"]
-    done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_it_ends_in_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    roofline.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["benchmark"] == "roofline"
     assert len(result["bounds"]) == len(roofline.CARDS) * len(roofline.MODELS) * len(roofline.WEIGHTS)
