@@ -132,6 +132,11 @@ class DecoderModel:
         self._operations = operations
         self._fused = fused_layers(config, weights, fmt)
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether a decode step reads nothing back to the host, so that a CUDA graph can hold it."""
+        return self._fused is not None and self.device.type == "cuda"
+
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """Run int64 token_ids [T], storing their K and V; logits float32 [N, vocab] of `meta.logit_rows`."""
