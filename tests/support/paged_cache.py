@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from kernels.gpu.tiles import fill_extent_table
 from kernels.kv_format import INT4_GROUP, KV_FORMATS
+from tests.support import interpreter
+
+DEVICE = "cpu" if interpreter.is_interpreting() else "cuda"
 
 SHUFFLED = (7, 3, 10, 1, 6, 9, 2, 11, 5, 8, 4)
 """Block ids of three extents of four blocks, none in order; 0 is the null block."""
@@ -145,8 +150,26 @@ def attend(
     return out
 
 
+def tensors_where_kernels_run() -> Iterator[None]:
+    """The body of a fixture: on the CPU where kernels are interpreted, else on the card."""
+    with torch.device(DEVICE):
+        yield
+
+
+def checked_integers() -> AbstractContextManager[None]:
+    """Interpreted, 32-bit arithmetic that overflows raises."""
+    return interpreter.overflow_checks() if interpreter.is_interpreting() else nullcontext()
+
+
+def can_run(kv_format: str) -> bool:
+    """Cards before compute capability 8.9 have no fp8."""
+    return kv_format != "fp8" or interpreter.is_interpreting() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """The same numbers on every device."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return values.to(torch.get_default_device())
 
 
 def frequencies(head_dim: int) -> Tensor:
