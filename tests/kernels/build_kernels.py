@@ -20,10 +20,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Must be settled before Triton is imported. 3.9 warns where the second is unset: its default is to change.
-os.environ["TRITON_INTERPRET"] = "0"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "gpu"
 TABLE = KERNELS / "resources.json"
@@ -99,4 +95,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Must be settled before Triton is imported. 3.9 warns where the second is unset: its default is to change.
+    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     main()

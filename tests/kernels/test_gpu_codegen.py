@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
-from typing import Any
 
 import pytest
 
 from tests.kernels import build_kernels
-from tests.support.compile_only import ARCHS, registers_for_two, shared_for_two
+from tests.support import codegen_child
+from tests.support.compile_only import registers_for_two, shared_for_two
 
 # Versions of the compiler differ in register allocation, so the table is a record within these bounds.
 REGISTER_TOLERANCE = 24
 SHARED_TOLERANCE = 2048
 WIDE_LOAD_TOLERANCE = 2
 
-Rows = dict[str, dict[str, Any]]
+Rows = codegen_child.Rows
 
 
 @pytest.fixture(scope="session")
 def built() -> Rows:
-    """A child process, because this one may be interpreting. Triton's own disk cache makes reruns quick."""
-    command = [sys.executable, "-m", "tests.kernels.build_kernels", *map(str, ARCHS)]
-    done = subprocess.run(command, cwd=build_kernels.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows: Rows = json.loads(done.stdout.splitlines()[-1])
-    return rows
+    """Triton's own disk cache makes reruns quick."""
+    return codegen_child.rows()
 
 
 def test_every_kernel_file_has_cases(built: Rows) -> None:
