@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,18 @@ class AttentionMetadata:
     logit_rows: Tensor
     query_lens: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+
+    def to(self, device: torch.device) -> AttentionMetadata:
+        """The same with its tensors on `device`."""
+        return replace(
+            self,
+            positions=self.positions.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            block_tables=self.block_tables.to(device),
+            context_lens=self.context_lens.to(device),
+            cu_seqlens_q=self.cu_seqlens_q.to(device),
+            logit_rows=self.logit_rows.to(device),
+        )
 
 
 def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
+from kernels.dispatch import triton_runs_on
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
@@ -74,7 +76,21 @@ def load_parts(config: EngineConfig) -> EngineParts:
     source = resolve(config.model, config.data_dir)
     tokenizer = ChatTokenizer.from_source(source, config.chat_template)
     model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
+    if triton_runs_on(device):
+        check_kernels(model, config.data_dir / "kernels.json")
     return assemble(config, model, tokenizer, source.name)
+
+
+def check_kernels(model: DecoderModel, kept: Path) -> None:
+    """Have each kernel checked on this card; what is found is told with the model and kept in a file."""
+    from kernels.gpu import self_test
+
+    failing = self_test.check(model.device, model.dtype, kept)
+    if failing:
+        names = ", ".join(failing)
+        model.warnings += (
+            f"Kernels that give wrong results on this card are replaced by torch, more slowly: {names}.",
+        )
 
 
 def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:

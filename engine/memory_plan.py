@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
+INT4_GROUP = 32
+WEIGHT_BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q8_0": (32, 34),
+    "Q6_K": (256, 210),
+    "Q5_K": (256, 176),
+    "Q5_1": (32, 24),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q4_1": (32, 20),
+    "Q4_0": (32, 18),
+    "Q3_K": (256, 110),
+    "Q2_K": (256, 84),
+}
+"""(weights, bytes) of a block of each GGUF type: ggml-common.h."""
 ACTIVATION_COPIES = 8
 """Row-sized buffers of hidden and inner width that live at the same time while a layer runs."""
 LOGIT_COPIES = 4
@@ -47,8 +64,23 @@ class MemoryPlan:
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_format: str) -> int:
-    """K and V of one token in all layers. Only KV heads count: query heads share them."""
-    return 2 * num_layers * num_kv_heads * head_dim * VALUE_BYTES[kv_format]
+    """K and V of one token in all layers, with their scales. Only KV heads count: query heads share them.
+
+    The formats are those of `kernels.kv_format`: int8 has a float32 per head for K and V together, int4 an fp16 scale
+    and minimum for each `INT4_GROUP` channels of K and of V.
+    """
+    head = 2 * head_dim * KV_BITS[kv_format] // 8
+    if kv_format == "int8":
+        head += 4
+    elif kv_format == "int4":
+        head += 2 * 2 * 2 * -(-head_dim // INT4_GROUP)
+    return num_layers * num_kv_heads * head
+
+
+def matrix_bytes(rows: int, columns: int, kind: str) -> int:
+    """A weight [rows, columns] in a GGUF type; each row is a whole number of blocks."""
+    weights, size = WEIGHT_BLOCKS[kind]
+    return rows * -(-columns // weights) * size
 
 
 def kv_bytes(tokens: int, bytes_per_token: int, block_size: int) -> int:

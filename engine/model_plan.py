@@ -10,7 +10,7 @@ import torch
 
 from engine import loader
 from engine.config import EngineConfig
-from engine.memory_plan import MemoryPlan, ModelSizes, plan_memory, plan_table
+from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
 from engine.models.layers import WeightFormat, pick_format
 from engine.models.registry import read_config
@@ -18,9 +18,11 @@ from engine.weights.catalog import ModelSource, resolve
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
+from kernels import planes
+from kernels.dispatch import triton_runs_on
 
-BLOCK_WEIGHTS = 32
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+CPU_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+"""GGUF types whose blocks the CPU's kernels read as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     found: ModelSource = resolve(config.model, config.data_dir)
     source: WeightSource = GGUFSource(found.path) if found.kind == "gguf" else SafetensorsSource(found.path)
     _, sizes = read_config(source)
-    fmt = pick_format(device, config.dtype)
+    fmt = pick_format(device, config.dtype, triton_runs_on(device))
     kv_format = config.kv_format if config.kv_format != "auto" else _auto_kv_format(fmt)
     weights = weight_bytes(source, sizes, fmt)
     free, total = _device_memory(device)
@@ -86,11 +88,13 @@ def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -
 
 
 def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Matrices in blocks keep the file's own where it has them, else they become int8 with a scale per block."""
-    if not fmt.blocks:
+    """Matrices in blocks keep the file's own where they can; others become int8 on a CPU, and plain in planes."""
+    kind = source.block_format(name)
+    if fmt.planes and fmt.blocks and kind in planes.FORMATS:
+        return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind)
+    if fmt.planes or not fmt.blocks:
         return math.prod(shape) * fmt.dtype.itemsize
-    blocks = math.prod(shape[:-1]) * -(-shape[-1] // BLOCK_WEIGHTS)
-    return blocks * BLOCK_BYTES[source.block_format(name) or "Q8_0"]
+    return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind if kind in CPU_KINDS else "Q8_0")
 
 
 def _auto_kv_format(fmt: WeightFormat) -> str:

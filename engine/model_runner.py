@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import build_metadata
+from engine.cuda_graph import DecodeGraphs
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
 from engine.models.registry import DecoderModel
@@ -28,8 +29,9 @@ class StepResult:
 class ModelRunner:
     """Owns model and KV tensors; knows nothing of turns or of who owns a block."""
 
-    def __init__(self, model: DecoderModel, cache: KVCache, pool: BlockPool) -> None:
+    def __init__(self, model: DecoderModel, cache: KVCache, pool: BlockPool, max_seq_len: int) -> None:
         self.model = model
+        self._graphs = DecodeGraphs(model, cache, max_seq_len) if model.stays_on_device else None
         self.cache = cache
         self.pool = pool
         self._threads = torch.get_num_threads()
@@ -46,6 +48,9 @@ class ModelRunner:
     def _execute(self, batch: ScheduledBatch) -> StepResult:
         self.sync_blocks()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
+        if self._graphs is not None and self._graphs.fits(meta) and len(meta.logit_rows) == len(token_ids):
+            hidden, logits = self._graphs.run(token_ids, meta)
+            return StepResult(logits, _finite_items(hidden, meta.query_lens))
         hidden = self.model.hidden_states(token_ids, self.cache, meta)
         finite = _finite_items(hidden, meta.query_lens)
         return StepResult(self.model.head(hidden[meta.logit_rows]), finite)

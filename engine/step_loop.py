@@ -32,7 +32,7 @@ class StepLoop:
         pool = BlockPool(parts.max_blocks)
         self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
-        self.runner = ModelRunner(parts.model, parts.cache, pool)
+        self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
         self.metrics = EngineMetrics()
         self._parts = parts
         self._sampler = Sampler()

@@ -58,6 +58,25 @@ def operations(device: torch.device) -> Operations:
 
 
 @cache
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether the Triton kernels can run on a device; False, with one warning, where a card has no working Triton."""
+    if device.type != "cuda":
+        return False
+    try:
+        from kernels.gpu import step as gpu_step
+        from kernels.gpu.rms_norm import rms_norm
+
+        ones = torch.ones(1, 64, device=device)
+        rms_norm(ones, ones[0], 1e-6, torch.empty_like(ones))
+        torch.cuda.synchronize(device)
+    except Exception as error:  # Triton raises errors of its own, the C compiler's and the driver's
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        log.warning("The Triton kernels can't run (%s); torch takes their place, more slowly.", reason)
+        return False
+    return gpu_step is not None
+
+
+@cache
 def cpu_kernels() -> ModuleType | None:
     """`kernels.cpu.step`, compiled, for models on the CPU; None, with one warning, where it can't be had."""
     try:

@@ -28,6 +28,16 @@ class BatchMetadata(Protocol):
         ...
 
     @property
+    def context_lens(self) -> Tensor:
+        """int32 [S]: tokens of each sequence in the cache once this step's are stored."""
+        ...
+
+    @property
+    def cu_seqlens_q(self) -> Tensor:
+        """int32 [S + 1]: prefix sums of the sequences' token counts."""
+        ...
+
+    @property
     def query_lens(self) -> tuple[int, ...]:
         """Tokens of each sequence in this batch."""
         ...
@@ -48,6 +58,21 @@ class PagedStore(Protocol):
 
     @property
     def blocks_per_extent(self) -> int: ...
+
+    @property
+    def kv_format(self) -> str:
+        """A key of `kernels.kv_format.KV_FORMATS`."""
+        ...
+
+    @property
+    def scale_extents(self) -> Sequence[Tensor]:
+        """The scales of each extent's blocks, where the format has them."""
+        ...
+
+    @property
+    def extent_table(self) -> Tensor:
+        """int64 [extents at most, 2]: addresses of data and scales of each extent, for kernels."""
+        ...
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A scratch tensor that is kept and reused; its values are undefined."""

@@ -26,6 +26,8 @@ def is_available() -> bool:
 class PackedLinear:
     """weight [out, in] and bias as an opaque packed copy; `nbytes` is what the weight takes (2 bytes an element)."""
 
+    formats: tuple[tuple[str, int], ...] = ()
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.shape = weight.shape
         self.nbytes = 2 * weight.numel()

@@ -9,6 +9,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+import torch
+
+# Triton decides when it is first imported whether kernels are compiled or interpreted; without a card they can only be
+# interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from engine.weights.catalog import ModelSource, resolve
 

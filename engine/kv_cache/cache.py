@@ -41,8 +41,16 @@ class KVCache:
         self.max_blocks = max_blocks
         self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
         self.extents: list[Tensor] = []
+        self.scale_extents: list[Tensor] = []
+        # As long as the cache may ever need it: a captured CUDA graph holds its address, only its content changes.
+        count = 1 if max_blocks is None else -(-max_blocks // self.blocks_per_extent)
+        self.extent_table = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self._operations = operations(device)
         self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def kv_format(self) -> str:
+        return self.spec.kv_format
 
     @property
     def capacity_blocks(self) -> int:
@@ -65,6 +73,13 @@ class KVCache:
                 room = min(room, self.max_blocks - self.capacity_blocks)
             shape = (room, *self.spec.block_shape)
             self.extents.append(torch.empty(shape, dtype=self.spec.dtype, device=self.device))
+            self._list_extent()
+
+    def _list_extent(self) -> None:
+        index = len(self.extents) - 1
+        if index >= len(self.extent_table):
+            self.extent_table = torch.cat((self.extent_table, torch.zeros_like(self.extent_table)))
+        self.extent_table[index, 0] = self.extents[index].data_ptr()
 
     def shrink(self, blocks: int) -> None:
         """Give back the extents that hold only block ids from `blocks` on, and the scratch memory."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.kv_format import KV_FORMATS
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
@@ -16,6 +18,11 @@ class KVCacheSpec:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+
+    @property
+    def kv_format(self) -> str:
+        """Its name in `KV_FORMATS`."""
+        return next(fmt.name for fmt in KV_FORMATS.values() if fmt.dtype is self.dtype and not fmt.has_scales)
 
     @property
     def bytes_per_token(self) -> int:

@@ -18,6 +18,7 @@ from kernels.dispatch import Operations
 
 if TYPE_CHECKING:
     from kernels.cpu.step import FusedLayers
+    from kernels.gpu.step import TritonLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,24 @@ class DecoderWeights:
         sizes: Counter[str] = Counter()
         linears = [linear for layer in self.layers for linear in layer.linears]
         for linear in (*linears, self.head):
-            for part in getattr(linear, "parts", ()):
-                sizes[part.name] += part.data.nbytes
+            for name, nbytes in linear.formats:
+                sizes[name] += nbytes
         return ", ".join(name for name, _ in sizes.most_common())
+
+
+def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
+    """The layers of a model in planes, for steps of any size."""
+    from kernels.gpu import step as gpu_step
+    from kernels.gpu.linear import PlaneLinear
+
+    layers = []
+    for layer in weights.layers:
+        qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, PlaneLinear))
+        norms = (layer.attn_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
+        layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms))
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+    heads = gpu_step.Heads(*sizes, weights.inv_freq, weights.rope_scale)
+    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
 
 
 def fuse_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
@@ -87,6 +103,13 @@ def fuse_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
     )
 
 
+def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat) -> TritonLayers | FusedLayers | None:
+    """The layers as kernels of the weight format take them; None where they are run operation by operation."""
+    if fmt.planes:
+        return triton_layers(config, weights)
+    return fuse_layers(config, weights) if fmt.blocks else None
+
+
 class DecoderModel:
     """A loaded model. `dtype` is what it computes in, `weight_format` what its matrices are kept in."""
 
@@ -107,7 +130,12 @@ class DecoderModel:
         self.warnings = warnings
         self.weights = weights
         self._operations = operations
-        self._fused = fuse_layers(config, weights) if fmt.blocks else None
+        self._fused = fused_layers(config, weights, fmt)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether a decode step reads nothing back to the host, so that a CUDA graph can hold it."""
+        return self._fused is not None and self.device.type == "cuda"
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:

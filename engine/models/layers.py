@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.source import WeightSource
-from kernels import packed_linear
+from kernels import packed_linear, planes
 from kernels.dispatch import Operations, cpu_kernels
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -20,7 +20,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """`name`, as shown; matrices in `dtype`, or for the CPU `packed` or as quantised `blocks`; norms, residuals and
-    sums in `compute_dtype`. The name of a model in blocks is known once its matrices are.
+    sums in `compute_dtype`. The name of a model in blocks is known once its matrices are. With `planes` matrices are
+    laid out for the Triton kernels: the file's blocks where `blocks` says so, else `dtype`.
     """
 
     name: str
@@ -28,38 +29,53 @@ class WeightFormat:
     compute_dtype: torch.dtype
     packed: bool = False
     blocks: bool = False
+    planes: bool = False
 
     @property
     def rows_from_file(self) -> bool:
         """Whether embedding rows are read from the file as they are needed."""
-        return self.packed or self.blocks
+        return self.packed or (self.blocks and not self.planes)
 
 
-def pick_format(device: torch.device, dtype: str) -> WeightFormat:
-    """The weight format for `--dtype`. On a CPU everything but the matrices stays float32."""
+def pick_format(device: torch.device, dtype: str, triton: bool = False) -> WeightFormat:
+    """The weight format for `--dtype`; `triton`: for its kernels. On a CPU everything but the matrices is float32."""
     if dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"--dtype {dtype} is unknown; it is auto, {', '.join(_DTYPES)}.")
+    if triton:
+        name = _card_dtype(device) if dtype == "auto" else dtype
+        return WeightFormat(name, _DTYPES[name], _DTYPES[name], blocks=dtype == "auto", planes=True)
     if device.type == "cpu" and dtype == "auto" and cpu_kernels() is not None:
         return WeightFormat("int8", torch.int8, torch.float32, blocks=True)
     if device.type == "cpu":
         packed = packed_linear.is_available() and dtype in ("auto", "float16")
         name = ("float16" if packed else "float32") if dtype == "auto" else dtype
         return WeightFormat(name, _DTYPES[name], torch.float32, packed)
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return WeightFormat(dtype, _DTYPES[dtype], _DTYPES[dtype])
+    name = _card_dtype(device) if dtype == "auto" else dtype
+    return WeightFormat(name, _DTYPES[name], _DTYPES[name])
+
+
+def _card_dtype(device: torch.device) -> str:
+    """bfloat16 where the card computes in it, else float16; float32 where kernels are interpreted on a CPU."""
+    if device.type != "cuda":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
 class Linear(Protocol):
-    """x [T, in] -> [T, out] in x's dtype."""
+    """x [T, in] -> [T, out] in x's dtype. `formats`: name and bytes of each part that is not plain."""
 
     nbytes: int
+
+    @property
+    def formats(self) -> tuple[tuple[str, int], ...]: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class PlainLinear:
     """weight [out, in] as a tensor; `nbytes` counts it."""
+
+    formats: tuple[tuple[str, int], ...] = ()
 
     def __init__(self, weight: Tensor, bias: Tensor | None, operations: Operations) -> None:
         self.weight = weight
@@ -120,6 +136,8 @@ class WeightLoader:
 
     def linear(self, *names: str) -> Linear:
         """One product for the matrices `name.weight` stacked along their outputs, with `name.bias` where there is."""
+        if self.format.planes:
+            return self._plane_linear(names)
         if self.format.blocks:
             return self._block_linear(names)
         matrices = [self.source.load(f"{name}.weight") for name in names]
@@ -138,16 +156,40 @@ class WeightLoader:
         parts = []
         for name in (f"{name}.weight" for name in names):
             kind = self.source.block_format(name)
-            if kind is None:
+            if kind not in cpu_blocks.FORMATS:
                 parts.append(cpu_blocks.quantise(self.source.load(name)))
             else:
                 parts.append(cpu_blocks.from_file(self.source.blocks(name), kind, self.shapes[name][1]))
         return cpu_blocks.BlockLinear(parts, self._bias(names, [part.rows for part in parts]))
 
+    def _plane_linear(self, names: Sequence[str]) -> Linear:
+        from kernels.gpu.linear import PlaneLinear
+
+        parts = [self._planes(f"{name}.weight") for name in names]
+        return PlaneLinear(parts, self._bias(names, [part.rows for part in parts]))
+
+    def _planes(self, name: str) -> planes.PackedWeight:
+        kind = self.source.block_format(name) if self.format.blocks else None
+        if kind in planes.FORMATS:
+            blocks = torch.from_numpy(self.source.blocks(name)).to(self.device)
+            return planes.pack(blocks, kind, self.shapes[name][1])
+        return planes.plain(_own(self.source.load(name), self.device, self.format.dtype))
+
     def embedding(self, name: str) -> Embedding:
+        if self.format.planes:
+            from kernels.gpu.linear import PlaneEmbedding
+
+            return PlaneEmbedding(self._planes(name), self.format.compute_dtype)
         if self.format.rows_from_file:
             return FileEmbedding(self.source, name)
         return TableEmbedding(_own(self.source.load(name), self.device, self.format.dtype), self.format.compute_dtype)
+
+    def tied_head(self, embedding: Embedding) -> Linear:
+        """The embedding's planes as the head: they lie in memory once."""
+        from kernels.gpu.linear import PlaneEmbedding, PlaneLinear
+
+        assert isinstance(embedding, PlaneEmbedding)
+        return PlaneLinear([embedding.weight], None)
 
     def _bias(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
         present = [f"{name}.bias" in self.shapes for name in names]

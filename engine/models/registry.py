@@ -22,7 +22,7 @@ from engine.protocol import ProgressCallback
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
-from kernels.dispatch import operations
+from kernels.dispatch import operations, triton_runs_on
 
 __all__ = ["ARCHITECTURES", "DecoderModel", "load_model"]
 
@@ -37,8 +37,11 @@ def load_model(
     *,
     progress: ProgressCallback | None = None,
     max_seq_len: int | None = None,
+    triton: bool | None = None,
 ) -> DecoderModel:
     """Load a `.gguf` file or a folder with safetensors. `progress` is told the layers done.
+
+    `triton`: run the Triton kernels; None: on a CUDA card where they can be had.
 
     A model with a sliding window is run only within it: `max_seq_len` (tokens) must not exceed the window.
     Raises `ModelFileError`, one sentence, for what can't be read or run.
@@ -50,7 +53,7 @@ def load_model(
     tied, warnings = _tied_head(source, config)
     _check_shapes(shapes, architecture, config, tied)
     table = operations(device)
-    fmt = pick_format(device, dtype)
+    fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
     loader = WeightLoader(source, device, fmt, table)
     weights = _load_weights(loader, architecture, config, tied, progress)
     source.release()
@@ -171,6 +174,8 @@ def _load_weights(
 def _load_head(loader: WeightLoader, embedding: Embedding, tied: bool) -> Linear:
     if tied and isinstance(embedding, TableEmbedding):
         return PlainLinear(embedding.weight, None, loader.operations)
+    if tied and loader.format.planes:
+        return loader.tied_head(embedding)
     return loader.linear("embed" if tied else "head")
 
 

@@ -17,7 +17,6 @@ from engine.weights.names import from_gguf
 
 # The converter to GGUF interleaves each head's two rotary halves for these, and only these, of the ones we run.
 _PERMUTED_ARCHITECTURES = ("llama",)
-_BLOCKS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 _PLAIN = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 
 
@@ -45,7 +44,7 @@ class GGUFSource:
 
     def block_format(self, name: str) -> str | None:
         kind = self._tensors[name].quant_type
-        return kind.name if kind in _BLOCKS else None
+        return None if kind in _PLAIN or kind is GGMLQuantizationType.BF16 else kind.name
 
     def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self._ordered(name)

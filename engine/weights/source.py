@@ -29,11 +29,11 @@ class WeightSource(Protocol):
         ...
 
     def block_format(self, name: str) -> str | None:
-        """The GGUF type of a matrix whose rows `blocks` gives; None for one that it has not."""
+        """The GGUF type of a matrix that is quantised, whose rows `blocks` gives; None for any other."""
         ...
 
     def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """uint8 [rows, bytes of a row]: a matrix of type Q4_0, Q4_1 or Q8_0 as it lies in the file, heads in order."""
+        """uint8 [rows, bytes of a row]: a quantised matrix as it lies in the file, heads in order."""
         ...
 
     def release(self) -> None:

@@ -100,6 +100,11 @@ class BlockLinear:
         self.bias = torch.zeros(self.rows) if bias is None else bias.float().contiguous()
         self.nbytes = sum(part.data.nbytes for part in parts)
 
+    @property
+    def formats(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of each part."""
+        return tuple((part.name, part.data.nbytes) for part in self.parts)
+
     def records(self) -> list[Words]:
         """The parts as kernels take them, each with its own piece of the bias."""
         starts = np.cumsum([0, *(part.rows for part in self.parts)])

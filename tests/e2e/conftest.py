@@ -15,14 +15,8 @@ from engine.weights.catalog import ModelSource
 from tests.support.app_process import AppProcess
 from tests.support.chat_page import Visitor
 
-BROWSERS = (
-    "chromium-headless-shell",
-    "chromium",
-    "google-chrome",
-    "google-chrome-stable",
-    "chromium-browser",
-    "chrome",
-)
+CHROMIUMS = ("chromium-headless-shell", "chromium", "chromium-browser")
+BROWSERS = (*CHROMIUMS, "google-chrome", "google-chrome-stable", "chrome")
 CONTEXT = 1024
 """Tokens of a conversation here: long chats reach their limit quickly."""
 

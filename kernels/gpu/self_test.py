@@ -1,0 +1,163 @@
+"""Each kernel on this very card against its definition in torch, once per card and version; one that fails is replaced.
+
+A driver, a compiler or a card may get a kernel wrong that is right elsewhere. The tests can't know of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.gpu import step as _registers_the_ops  # noqa: F401
+from kernels.gpu.dequant_gemm import needs_scratch
+from kernels.gpu.paged_decode import workspace_shapes
+from kernels.gpu.tiles import fill_extent_table
+from kernels.kv_format import KV_FORMATS
+from kernels.planes import FORMATS, PackedWeight, pack, plain
+from kernels.registry import OPS, use_reference
+
+log = logging.getLogger("kvscope.kernels")
+
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+TOLERANCE = 0.02
+"""Largest error allowed, as a share of the largest value: several times what rounding to bfloat16 makes."""
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 6, 2, 64, 16, 8
+CONTEXT_LENS = (1, 37)
+
+Case = tuple[str, list[Any], Tensor]
+"""An op's name, its arguments, and the one among them that it writes."""
+
+
+def check(device: torch.device, dtype: torch.dtype, kept: Path | None) -> tuple[str, ...]:
+    """Names of the ops whose kernels fail on `device` when activations are `dtype`; from then on they run in torch.
+
+    What an earlier start found is read from `kept`, a JSON file, if it was this card, these versions and these sources.
+    """
+    key = _key(device, dtype)
+    known = _read(kept)
+    if key not in known:
+        known[key] = _failing(device, dtype)
+        if kept is not None:
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(known))
+    for name in known[key]:
+        log.warning("The kernel %s gives wrong results on this card; torch takes its place, more slowly.", name)
+        use_reference(name)
+    return tuple(known[key])
+
+
+def _key(device: torch.device, dtype: torch.dtype) -> str:
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return " ".join((card, str(dtype), torch.__version__, triton.__version__, digest.hexdigest()[:16]))
+
+
+def _read(kept: Path | None) -> dict[str, list[str]]:
+    if kept is not None:
+        with suppress(OSError, ValueError):
+            known = json.loads(kept.read_text())
+            if isinstance(known, dict):
+                return known
+    return {}
+
+
+def _failing(device: torch.device, dtype: torch.dtype) -> list[str]:
+    names: list[str] = []
+    for name, arguments, written in cases(device, dtype):
+        if name not in names and not _agrees(name, arguments, written):
+            names.append(name)
+    return names
+
+
+def _agrees(name: str, arguments: list[Any], written: Tensor) -> bool:
+    """Run launcher and reference on the same inputs; both write `written`."""
+    before = written.clone()
+    try:
+        OPS[name].launcher(*arguments)
+        found = written.clone()
+    except Exception as error:  # the compiler and the driver have errors of their own
+        log.warning("The kernel %s can't be launched: %s", name, " ".join(str(error).split())[:120])
+        return False
+    written.copy_(before)
+    OPS[name].reference(*arguments)
+    expected, found = written.float(), found.float()
+    return bool(((found - expected).abs() <= TOLERANCE * expected.abs().max()).all())
+
+
+def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Small inputs for every op that a decoder runs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, out = normal(3, 512), normal(3, 512)
+    yield "rms_norm", [x, normal(512), 1e-5, out], out
+    yield "swiglu", [normal(3, 1024), out], out
+    yield from _products(device, normal)
+    yield from _attention(device, normal)
+
+
+def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
+    weights = [_random_weight(kind, device) for kind in KINDS] + [plain(normal(96, 512))]
+    for weight in weights:
+        planes, few, many = list(weight.planes), normal(2, 512), normal(24, 512)
+        out = normal(2, 96)
+        yield "dequant_gemv", [few, planes, weight.kind, None, normal(2, 96), False, out], out
+        scratch = None
+        if needs_scratch(weight.kind, many.dtype):
+            scratch = normal(weight.rows, weight.columns)
+        out = normal(24, 96)
+        yield "dequant_gemm", [many, planes, weight.kind, None, None, scratch, out], out
+        out = normal(5, 512)
+        ids = torch.tensor([0, 95, 7, 7, 31], device=device)
+        yield "dequant_rows", [planes, weight.kind, ids, out], out
+
+
+def _random_weight(kind: str, device: torch.device) -> PackedWeight:
+    """96 rows of 512 columns: random bits with scales of a sane size."""
+    fmt, generator = FORMATS[kind], torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (96, 512 // fmt.columns, fmt.nbytes), dtype=torch.uint8, generator=generator)
+    scales = torch.full((96, blocks.shape[1], 2 if fmt.has_min else 1), 1e-3, dtype=torch.float16)
+    blocks[..., fmt.scale_at : fmt.scale_at + 2 * scales.shape[-1]] = scales.view(torch.uint8)
+    return pack(blocks.view(96, -1).to(device), kind, 512)
+
+
+def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
+    """The 16-bit (or float32) format that a cache of this model has."""
+    total, half = sum(CONTEXT_LENS), HEAD_DIM // 2
+    fmt = next(f for f in KV_FORMATS.values() if f.dtype is normal(1).dtype and not f.has_scales)
+    extent = normal(BLOCKS, 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    table = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    fill_extent_table(table, [extent], [])
+    cache = [fmt.name, 0, BLOCKS, [extent], [], table]
+    inv_freq = 1e4 ** -(torch.arange(half, device=device).float() / half)
+    tokens = torch.arange(total, device=device)
+    q = normal(total, HEADS, HEAD_DIM)
+    qkv = normal(total, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    stored = [qkv, tokens, tokens + BLOCK_SIZE, inv_freq, 1.0, None, None, 1e-5, None, False, *cache, q]
+    yield "store_kv", stored, extent
+    yield "store_kv", stored, q
+    lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=device)
+    tables = torch.tensor([[4, 0, 0], [6, 1, 3]], dtype=torch.int32, device=device)
+    shapes = workspace_shapes(len(lens), HEADS, HEAD_DIM, 4)
+    partials = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+    out = normal(len(lens), HEADS, HEAD_DIM)
+    asked = [normal(len(lens), HEADS, HEAD_DIM), tables, lens, 0.125, 0, 0, 0.0, None, 1.0, 8, *cache, *partials, out]
+    yield "paged_decode", asked, out
+    starts = torch.tensor([0, 1, total], dtype=torch.int32, device=device)
+    out = normal(total, HEADS, HEAD_DIM)
+    chunk = [normal(total, HEADS, HEAD_DIM), starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
+    yield "paged_prefill", [*chunk, *cache, out], out

@@ -1,0 +1,122 @@
+"""A decoder's layers through the Triton kernels: seven launches for a layer of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.linear import PlaneLinear
+from kernels.gpu.paged_decode import paged_decode, workspace_shapes
+from kernels.gpu.paged_prefill import paged_prefill
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.store_kv import store_kv
+from kernels.interface import BatchMetadata, PagedStore
+
+PROGRAMS_PER_SM = 2
+MAX_SPLITS = 64
+NEWEST = 512
+"""Tokens at the end of a context that are asked to stay in L2: the next step reads them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Matrices as `PlaneLinear`: qkv stacks three, gate_up two. Norms in the compute dtype; None where not used."""
+
+    qkv: PlaneLinear
+    o: PlaneLinear
+    gate_up: PlaneLinear
+    down: PlaneLinear
+    attn_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Head counts and rotary embedding of a model; `inv_freq` float32 [head_dim / 2]."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inv_freq: Tensor
+    rope_scale: float
+
+
+class TritonLayers:
+    """All layers and the last norm. Nothing is read back to the host, so a decode step can be captured."""
+
+    def __init__(self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float) -> None:
+        self._layers, self._norm, self._heads, self._eps = tuple(layers), norm, heads, eps
+        self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
+
+    def fits(self, tokens: int) -> bool:
+        """Steps of any size go this way."""
+        return True
+
+    def __call__(self, embedded: Tensor, store: PagedStore, meta: BatchMetadata) -> Tensor:
+        """embedded [T, hidden], overwritten -> [T, hidden] after the last norm; K and V of the tokens are stored."""
+        residual, normed = embedded, torch.empty_like(embedded)
+        attend = _Attention(self._heads, self._eps, store, meta, embedded.dtype)
+        rms_norm(residual, self._layers[0].attn_norm, self._eps, normed)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            layer.o.add_to(residual, attend(index, layer.qkv(normed), layer))
+            rms_norm(residual, layer.mlp_norm, self._eps, normed)
+            layer.down.add_to(residual, layer.gate_up.gated(normed))
+            rms_norm(residual, next_norm, self._eps, normed)
+        return normed
+
+
+class _Attention:
+    """What the attention of all layers of a step shares."""
+
+    def __init__(self, heads: Heads, eps: float, store: PagedStore, meta: BatchMetadata, dtype: torch.dtype) -> None:
+        self._heads, self._eps, self._meta = heads, eps, meta
+        self._cache = (
+            store.kv_format,
+            store.blocks_per_extent,
+            list(store.extents),
+            list(store.scale_extents),
+            store.extent_table,
+        )
+        device, tokens = store.extent_table.device, len(meta.positions)
+        shape = (tokens, heads.num_heads, heads.head_dim)
+        self._q = torch.empty(shape, dtype=dtype, device=device)
+        self._out = torch.empty(shape, dtype=dtype, device=device)
+        self._partials: tuple[Tensor, ...] = ()
+        if max(meta.query_lens) == 1:
+            splits = split_count(device, tokens * heads.num_kv_heads)
+            shapes = workspace_shapes(tokens, heads.num_heads, heads.head_dim, splits)
+            self._partials = tuple(torch.empty(one, dtype=torch.float32, device=device) for one in shapes)
+
+    def __call__(self, index: int, qkv: Tensor, layer: LayerParts) -> Tensor:
+        """qkv [T, (H + 2 KV) * D] -> [T, H * D]."""
+        heads, meta = self._heads, self._meta
+        kv_format, *extents = self._cache
+        store_kv(
+            qkv, meta.positions, meta.slot_mapping, heads.inv_freq, heads.rope_scale, layer.q_norm, layer.k_norm,
+            self._eps, None, False, kv_format, index, *extents, self._q,
+        )  # fmt: skip
+        scale = heads.head_dim**-0.5
+        if self._partials:
+            paged_decode(
+                self._q, meta.block_tables, meta.context_lens, scale, 0, 0, 0.0, None, 1.0, NEWEST, kv_format, index,
+                *extents, *self._partials, self._out,
+            )  # fmt: skip
+        else:
+            paged_prefill(
+                self._q, meta.cu_seqlens_q, meta.block_tables, meta.context_lens, max(meta.query_lens), scale, 0, 0,
+                0.0, None, 1.0, kv_format, index, *extents, self._out,
+            )  # fmt: skip
+        return self._out.view(len(self._out), -1)
+
+
+def split_count(device: torch.device, programs: int) -> int:
+    """Splits of a context so that `programs` (rows times KV heads) fill the card; the same for any context length."""
+    if device.type != "cuda":
+        return 2
+    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(MAX_SPLITS, 1 << max(0, (wanted // programs).bit_length() - 1)) if programs else 1

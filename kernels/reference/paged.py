@@ -1,0 +1,259 @@
+"""The paged cache's operations in plain torch: quantised formats, storing K and V, attention over block tables.
+
+The kernels in `kernels.gpu` reach extents through a table of addresses, which torch can't read: here the lists of
+extents are used and `extent_table` is ignored. Loops over rows: meant to be read and compared with, not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.reference.kv_codes import (
+    dequantise_fp8,
+    dequantise_int4,
+    dequantise_int8,
+    quantise_fp8,
+    quantise_int4,
+    quantise_int8,
+)
+from kernels.reference.paged_checks import CacheGeometry, check_decode, check_prefill, check_store
+
+__all__ = [
+    "dequantise_fp8",
+    "dequantise_int4",
+    "dequantise_int8",
+    "paged_decode",
+    "paged_prefill",
+    "quantise_fp8",
+    "quantise_int4",
+    "quantise_int8",
+    "read_tokens",
+    "store_kv",
+]
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
+
+def _rotated(x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    """float32 x [T, n, D] turned by positions [T]: rotate-half, angles in float32."""
+    angles = (positions.float()[:, None] * inv_freq)[:, None]
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def store_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    inv_freq: Tensor,
+    rope_scale: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    balance: Tensor | None,
+    keys_before_rope: bool,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    q_out: Tensor,
+) -> None:
+    """Norm (if weights are given) and RoPE of q and k; q into `q_out`, K and V into their slots of `layer`.
+
+    qkv: fp16, bf16 or fp32 [T, (H + 2 KV) * D], all q heads, then k, then v. positions, slot_mapping: int64 [T]; a slot
+    is block_id * block_size + offset, a negative one is not stored. inv_freq: float32 [D / 2]; cos and sin are
+    multiplied by `rope_scale`. q_norm, k_norm: [D]. balance: float32 [KV], keys are divided and q multiplied by it.
+    keys_before_rope: K is stored normed and not turned. q_out: [T, H, D]. All of it is computed in float32.
+    ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
+    tokens, heads, head_dim = q_out.shape
+    kv_heads = geometry.num_kv_heads
+    q, k, v = qkv.float().view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    q = _rotated(_normed(q, q_norm, norm_eps), positions, inv_freq, rope_scale)
+    k = _normed(k, k_norm, norm_eps)
+    if not keys_before_rope:
+        k = _rotated(k, positions, inv_freq, rope_scale)
+    if balance is not None:
+        q = q * balance.repeat_interleave(heads // kv_heads)[:, None]
+        k = k / balance[:, None]
+    q_out.copy_(q)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, geometry.block_size)
+            extent, local = divmod(block, blocks_per_extent)
+            scales = scale_extents[extent][local, layer, :, offset] if scale_extents else None
+            _write(kv_format, k[token], v[token], data_extents[extent][local, layer, :, offset], scales)
+
+
+def _write(kv_format: str, k: Tensor, v: Tensor, data: Tensor, scales: Tensor | None) -> None:
+    """k, v [KV, D] into data [2, KV, width] and scales [planes, KV, scale_width] of one slot."""
+    if scales is None:
+        write = quantise_fp8 if kv_format == "fp8" else torch.Tensor.float
+        data[0].copy_(write(k))
+        data[1].copy_(write(v))
+    elif kv_format == "int8":
+        codes_k, codes_v, scale = quantise_int8(k, v)
+        data[0].copy_(codes_k)
+        data[1].copy_(codes_v)
+        scales[0].copy_(scale)
+    else:
+        for kind, x in enumerate((k, v)):
+            packed, both = quantise_int4(x)
+            data[kind].copy_(packed)
+            scales[kind].copy_(both)
+
+
+def read_tokens(
+    kv_format: str,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    blocks_per_extent: int,
+    layer: int,
+    block_table: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """float32 K and V [count, KV, D] of the first `count` tokens of an int32 block table [blocks]."""
+    block_size = data_extents[0].shape[3]
+    keys, values = [], []
+    for i, block in enumerate(block_table[: -(-count // block_size)].tolist()):
+        extent, local = divmod(block, blocks_per_extent)
+        length = min(block_size, count - i * block_size)
+        data = data_extents[extent][local, layer, :, :length]
+        scales = scale_extents[extent][local, layer, :, :length] if scale_extents else None
+        if kv_format == "int8":
+            assert scales is not None
+            data = dequantise_int8(data, scales)
+        elif kv_format == "int4":
+            assert scales is not None
+            data = dequantise_int4(data, scales)
+        keys.append(data[0].float())
+        values.append(data[1].float())
+    return torch.cat(keys), torch.cat(values)
+
+
+def paged_decode(
+    q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    newest: int,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    partial_out: Tensor,
+    partial_stats: Tensor,
+    out: Tensor,
+) -> None:
+    """Attention of one query token per row over the row's first `context_lens` cached tokens.
+
+    q, out: fp16, bf16 or fp32 [B, H, D]. block_tables: int32 [B, blocks]. context_lens: int32 [B], the query's own
+    token included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible.
+    `soft_cap` > 0: scores become soft_cap * tanh(scores / soft_cap). key_inv_freq: float32 [D / 2] if the cache holds
+    keys before RoPE; they are turned by their position in the block table, q's position being context_len - 1.
+    newest: so many tokens are kept in the L2 cache in preference to older ones; no meaning here. partial_out,
+    partial_stats: workspaces. ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_decode(
+        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out
+    )
+    for row, context in enumerate(context_lens.tolist()):
+        if context == 0:
+            out[row].zero_()
+            continue
+        keys, values = read_tokens(
+            kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
+        )
+        attend = _attend(
+            q[row : row + 1], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry
+        )
+        out[row].copy_(attend[0])
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    geometry: CacheGeometry,
+) -> Tensor:
+    """float32 [n, H, D]: queries q [n, H, D] at the last n positions of keys, values [context, KV, D]."""
+    context, group = keys.shape[0], q.shape[1] // geometry.num_kv_heads
+    positions = torch.arange(context, device=q.device)
+    if key_inv_freq is not None:
+        keys = _rotated(keys, positions, key_inv_freq, rope_scale)
+    own = positions[-q.shape[0] :, None]
+    visible = positions <= own
+    if window > 0:
+        visible &= (positions > own - window) | (positions < sinks)
+    # A key that no query sees may hold anything, also NaN, which a weight of zero would spread.
+    seen = visible.any(0)
+    keys, values, visible = keys[seen], values[seen], visible[:, seen]
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.repeat_interleave(group, 1)) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
+
+
+def paged_prefill(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    sinks: int,
+    soft_cap: float,
+    key_inv_freq: Tensor | None,
+    rope_scale: float,
+    kv_format: str,
+    layer: int,
+    blocks_per_extent: int,
+    data_extents: Sequence[Tensor],
+    scale_extents: Sequence[Tensor],
+    extent_table: Tensor,
+    out: Tensor,
+) -> None:
+    """Causal attention of each sequence's last tokens over all its cached tokens, their own included.
+
+    q, out: fp16, bf16 or fp32 [T, H, D]; sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], of int32
+    [S + 1], `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`;
+    sequences without queries are skipped. ValueError where shapes or dtypes don't fit.
+    """
+    geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
+    bounds = cu_seqlens_q.tolist()
+    for row, context in enumerate(context_lens.tolist()):
+        chunk = slice(bounds[row], bounds[row + 1])
+        if chunk.start == chunk.stop:
+            continue
+        keys, values = read_tokens(
+            kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
+        )
+        out[chunk].copy_(
+            _attend(q[chunk], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry)
+        )

@@ -1,0 +1,31 @@
+"""Launches of `kernels.gpu.store_kv` to compile."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.store_kv import launch_store_kv
+from tests.support.compile_only import CompileCase
+from tests.support.paged_cache import PagedCache
+
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 32, 8, 128
+
+
+def cases(arch: int) -> list[CompileCase]:
+    dtype, plain = (torch.float16, "fp16") if arch < 80 else (torch.bfloat16, "bf16")
+    qkv = torch.empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    q_out = torch.empty(TOKENS, HEADS, HEAD_DIM, dtype=dtype)
+    places, inv_freq = torch.zeros(TOKENS, dtype=torch.int64), torch.empty(HEAD_DIM // 2)
+    norm = torch.empty(HEAD_DIM, dtype=dtype)
+
+    def store(kv_format: str, weight: torch.Tensor | None) -> None:
+        kv_format, _, *where = PagedCache(kv_format, HEAD_DIM, KV_HEADS, block_size=16).where(0)
+        launch_store_kv(
+            qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, None, False, kv_format, 3, *where, q_out
+        )
+
+    formats = [plain, "int8", "int4"] + (["fp8"] if arch >= 89 else [])
+    return [
+        CompileCase(name, lambda name=name: store(name, norm if name == plain else None), 128, 3, 1024)
+        for name in formats
+    ]

@@ -1,0 +1,72 @@
+"""What every kernel becomes on each card it is meant for: compiled ahead of time, which needs no card."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from tests.kernels import build_kernels
+from tests.support import codegen_child
+from tests.support.compile_only import registers_for_two, shared_for_two
+
+# Versions of the compiler differ in register allocation, so the table is a record within these bounds.
+REGISTER_TOLERANCE = 24
+SHARED_TOLERANCE = 2048
+WIDE_LOAD_TOLERANCE = 2
+
+Rows = codegen_child.Rows
+
+
+@pytest.fixture(scope="session")
+def built() -> Rows:
+    """Triton's own disk cache makes reruns quick."""
+    return codegen_child.rows()
+
+
+def test_every_kernel_file_has_cases(built: Rows) -> None:
+    compiled = {key.split("/")[0] for key in built}
+    assert compiled == set(build_kernels.kernel_files())
+
+
+def test_no_kernel_spills(built: Rows) -> None:
+    spilling = {key: row for key, row in built.items() if row["stack"] or row["local_accesses"]}
+    assert not spilling
+
+
+def test_two_programs_fit_an_sm(built: Rows) -> None:
+    greedy = {}
+    for key, row in built.items():
+        arch = int(key.rsplit("/", 1)[1])
+        registers = min(row["max_regs"], registers_for_two(row["num_warps"]))
+        shared = min(row["max_shared"], shared_for_two(arch))
+        if row["registers"] > registers or row["shared"] > shared:
+            greedy[key] = (row["registers"], registers, row["shared"], shared)
+    assert not greedy, "key: (registers, allowed, shared, allowed)"
+
+
+def test_memory_is_read_128_bits_wide(built: Rows) -> None:
+    wide: dict[tuple[str, str, str], int] = defaultdict(int)
+    asked: dict[tuple[str, str, str], int] = {}
+    for key, row in built.items():
+        file, case, _, arch = key.split("/")
+        wide[file, case, arch] += row["loads"].get("128", 0)
+        asked[file, case, arch] = row["case_wide_loads"]
+    narrow = {key: (count, asked[key]) for key, count in wide.items() if count < asked[key]}
+    assert not narrow, "key: (128-bit loads, at least)"
+
+
+def test_the_table_of_resources_is_current(built: Rows) -> None:
+    found = {key: row | {"wide_loads": row["loads"].get("128", 0)} for key, row in built.items()}
+    kept = json.loads(build_kernels.TABLE.read_text())
+    renew = "renew it: python -m tests.kernels.build_kernels --write"
+    assert kept.keys() == found.keys(), renew
+    bounds = {"registers": REGISTER_TOLERANCE, "shared": SHARED_TOLERANCE, "wide_loads": WIDE_LOAD_TOLERANCE}
+    stale = {
+        f"{key} {name}": (row[name], found[key][name])
+        for key, row in kept.items()
+        for name, bound in bounds.items()
+        if abs(row[name] - found[key][name]) > bound
+    }
+    assert not stale, renew

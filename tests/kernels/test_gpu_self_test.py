@@ -1,0 +1,62 @@
+"""The check of all kernels at a first start: what passes, what a wrong kernel does, what is remembered."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from kernels.gpu import self_test, tuning
+from kernels.registry import OPS
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a card the gpu tests do this")
+
+
+@pytest.fixture(autouse=True)
+def ops_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    for name, capability in list(tuning._TABLE):
+        if capability == 80 and name.startswith("dequant_ge"):
+            monkeypatch.setitem(tuning._TABLE, (name, capability), {**tuning._TABLE[name, capability], "BLOCK_N": 128})
+    before = {name: (op.launcher, op.chosen) for name, op in OPS.items()}
+    yield
+    for name, (launcher, chosen) in before.items():
+        OPS[name].launcher, OPS[name].chosen = launcher, chosen
+
+
+def test_every_kernel_passes_and_the_result_is_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "new" / "kernels.json"
+    assert self_test.check(CPU, torch.float32, kept) == ()
+    assert list(json.loads(kept.read_text()).values()) == [[]]
+
+
+def test_a_wrong_kernel_is_replaced_told_of_and_remembered(tmp_path: Path, caplog) -> None:
+    kept, right = tmp_path / "kernels.json", OPS["swiglu"].launcher
+
+    def wrong(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        right(gate_up, out)
+        out[1, 3] += 1
+
+    OPS["swiglu"].launcher = OPS["swiglu"].chosen = wrong
+    only = [case for case in self_test.cases(CPU, torch.float32) if case[0] in ("rms_norm", "swiglu")]
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(self_test, "cases", lambda device, dtype: iter(only))
+        assert self_test.check(CPU, torch.float32, kept) == ("swiglu",)
+    assert "swiglu" in caplog.text and OPS["swiglu"].chosen is OPS["swiglu"].reference
+    OPS["swiglu"].chosen = wrong
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_test, "cases", lambda device, dtype: pytest.fail("this card was checked before"))
+        assert self_test.check(CPU, torch.float32, kept) == ("swiglu",)
+    assert OPS["swiglu"].chosen is OPS["swiglu"].reference
+
+
+def test_a_damaged_record_is_made_anew(tmp_path: Path, monkeypatch) -> None:
+    kept = tmp_path / "kernels.json"
+    kept.write_text("{")
+    monkeypatch.setattr(self_test, "cases", lambda device, dtype: iter(()))
+    assert self_test.check(CPU, torch.float32, kept) == ()
+    assert list(json.loads(kept.read_text()).values()) == [[]]

@@ -1,0 +1,70 @@
+"""A whole tiny model through the interpreted Triton kernels says what it says through torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from gguf import GGMLQuantizationType
+
+from engine.models.registry import DecoderModel, load_model
+from kernels.gpu import tuning
+from tests.support.batches import make_cache, make_metadata
+from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a card the gpu tests do this")
+CPU = torch.device("cpu")
+PROMPTS = (tuple(range(40, 53)), tuple(range(90, 97)))
+TABLES = ([5, 2, 9, 11, 30, 17], [8, 3, 41, 12, 6, 44])
+STEPS = 3
+INTERPRETED = 80  # the capability whose launch parameters the interpreter takes
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time by program, not by element."""
+    for name, capability in list(tuning._TABLE):
+        if capability == INTERPRETED and name.startswith("dequant_ge"):
+            values = {**tuning._TABLE[name, capability], "BLOCK_N": 512}
+            monkeypatch.setitem(tuning._TABLE, (name, capability), values)
+
+
+def decode(model: DecoderModel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+    """Greedy ids of both prompts decoded together after one prefill, and all logits in turn."""
+    cache = make_cache(model, blocks=64, blocks_per_extent=16)
+    tokens = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    items = [(0, len(prompt), table) for prompt, table in zip(PROMPTS, TABLES, strict=True)]
+    logits = model.forward(tokens, cache, make_metadata(items))
+    seen, ids = [logits], [[], []]
+    last = logits[[len(PROMPTS[0]) - 1, -1]]
+    for step in range(STEPS):
+        for row, token in enumerate(last.argmax(-1).tolist()):
+            ids[row].append(token)
+        if step == STEPS - 1:
+            break
+        items = [(len(p) + step, 1, table) for p, table in zip(PROMPTS, TABLES, strict=True)]
+        last = model.forward(torch.tensor([row[-1] for row in ids]), cache, make_metadata(items))
+        seen.append(last)
+    return [tuple(row) for row in ids], torch.cat(seen)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_greedy_ids_and_logits_are_those_of_torch(kind: str, tmp_path: Path) -> None:
+    path = save_safetensors(tiny_model(kind), tmp_path)
+    ids, logits = decode(load_model(path, CPU, "float32", triton=True))
+    expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False))
+    assert ids == expected_ids
+    assert (logits - expected).abs().max() < 1e-3
+
+
+def test_the_files_blocks_are_kept(tmp_path: Path) -> None:
+    """Quantised matrices stay in the bits they come in, and the numbers are those of the widened ones."""
+    path = save_gguf(tiny_model("llama"), tmp_path / "m.gguf", GGMLQuantizationType.Q4_0)
+    kept = load_model(path, CPU, "auto", triton=True)
+    assert "q4_0" in kept.weight_format
+    ids, logits = decode(kept)
+    expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False))
+    assert ids == expected_ids
+    assert (logits - expected).abs().max() < 1e-3
