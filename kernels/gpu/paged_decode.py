@@ -203,6 +203,7 @@ def launch_paged_decode(
 ) -> None:
     """Launch both kernels; arguments and errors as `kernels.reference.paged.paged_decode` states them.
 
+    `newest` takes effect from compute capability 8.0 on, for keys stored after RoPE; before, loads have L1 hints only.
     `capability` and `params` replace the current device's and the tuned values.
     """
     geometry = check_decode(
@@ -214,7 +215,8 @@ def launch_paged_decode(
         return
     # Only tensor cores make a dot of padded rows cheap, and they don't multiply float32.
     card = 75 if q.dtype == torch.float32 else capability or tuning.capability()
-    variant = "rotated" if key_inv_freq is not None else "coded" if KV_FORMATS[kv_format].bits < 16 else ""
+    # Turned keys are copied ahead all the same: their tiles leave no registers for direct loads.
+    variant = "rotated" if key_inv_freq is not None else "hinted" if newest > 0 else ""
     tuned = tuning.attention_params("paged_decode", head_dim, variant, card) | dict(params or {})
     group = heads // kv_heads
     rows = min(max(triton.next_power_of_2(group), tuned["MIN_ROWS"]), tuned["MAX_ROWS"])

@@ -54,7 +54,8 @@ def attention_params(kernel: str, head_dim: int, variant: str, capability: int) 
     """`launch_params` of an attention kernel for heads of up to 64, 128 or 256 channels.
 
     Variants, which may have rows of their own: "" where tiles are what the cache holds, "coded" where they are
-    dequantised, "rotated" where keys are turned when read. ValueError for larger heads.
+    dequantised, "rotated" where keys are turned when read, "hinted" where loads carry an L2 policy.
+    ValueError for larger heads.
     """
     size = next((size for size in (64, 128, 256) if head_dim <= size), None)
     if size is None:
@@ -73,6 +74,13 @@ _add("paged_decode_256", (75,), BLOCK_N=8, **_NO_DOT)
 _add("paged_decode_64", CAPABILITIES[1:], BLOCK_N=64, STAGES=3, **_DOT)
 _add("paged_decode_128", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
 _add("paged_decode_256", CAPABILITIES[1:], BLOCK_N=32, STAGES=2, **_DOT)
+# Copies ahead (cp.async) carry no L2 policy: where one is asked for, larger tiles are loaded directly.
+_add("paged_decode_64_hinted", (75,), BLOCK_N=32, **_NO_DOT)
+_add("paged_decode_128_hinted", (75,), BLOCK_N=16, **_NO_DOT)
+_add("paged_decode_256_hinted", (75,), BLOCK_N=8, **_NO_DOT)
+_add("paged_decode_64_hinted", CAPABILITIES[1:], BLOCK_N=64, STAGES=1, **_DOT)
+_add("paged_decode_128_hinted", CAPABILITIES[1:], BLOCK_N=64, STAGES=1, **_DOT)
+_add("paged_decode_256_hinted", CAPABILITIES[1:], BLOCK_N=32, STAGES=1, **_DOT)
 _add("paged_decode_64_rotated", (75,), BLOCK_N=16, **_NO_DOT)
 _add("paged_decode_128_rotated", (75,), BLOCK_N=8, **_NO_DOT)
 _add("paged_decode_256_rotated", (75,), BLOCK_N=4, **_NO_DOT)
