@@ -17,8 +17,9 @@ from kernels.interface import BatchMetadata, PagedStore
 
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
-NEWEST = 512
-"""Tokens at the end of a context that are asked to stay in L2: the next step reads them again."""
+NEWEST = 0
+"""Tokens at the end of a context that are asked to stay in L2, since the next step reads them again. Their loads can't
+be copies ahead of use, so none are asked for until a card has shown which is faster."""
 
 
 @dataclass(frozen=True, slots=True)

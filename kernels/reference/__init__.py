@@ -4,7 +4,6 @@
 """
 
 from kernels.reference.decoder import (
-    GATHER_BYTES,
     AttentionPlan,
     attention,
     copy_blocks,
@@ -18,7 +17,6 @@ from kernels.reference.decoder import (
 )
 
 __all__ = [
-    "GATHER_BYTES",
     "AttentionPlan",
     "attention",
     "copy_blocks",

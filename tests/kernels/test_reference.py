@@ -9,6 +9,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import operations
+from kernels.reference import decoder
 
 LAYERS, BLOCK, KV_HEADS, HEADS, DIM = 3, 4, 2, 6, 8
 
@@ -63,7 +64,7 @@ ITEMS = [(5, 1, [7, 3]), (0, 6, [14, 1]), (9, 4, [2, 13, 6, 9]), (0, 1, [11])]
 @pytest.mark.parametrize("gather_bytes", [1, 2**26], ids=["a wave each", "one wave"])
 def test_attention_over_a_mixed_batch(dtype, layer, gather_bytes, monkeypatch):
     """Blocks of all extents, decodes and chunks; every slot that is not part of a context holds NaN."""
-    monkeypatch.setattr(reference, "GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(decoder, "GATHER_BYTES", gather_bytes)
     store, meta = Store(dtype=dtype), batch(ITEMS)
     total = sum(meta.query_lens)
     kv, queries, row, expected = random(total, 2 * KV_HEADS, DIM), random(total, HEADS, DIM, seed=1), 0, []
