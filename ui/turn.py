@@ -45,6 +45,7 @@ class Turn:
         self.max_new_tokens = max_new_tokens
         self._stream: EventStream | None = None
         self._events: list[Event] = []
+        self._last: Failed | Finished | None = None
         self._text: list[str] = []
         self._ids: list[int] = []
         self._stats: TurnStats | None = None
@@ -64,9 +65,15 @@ class Turn:
             self._stream.cancel()
 
     def add(self, event: Event) -> None:
-        """Take one engine event. The last one does not yet make the turn done: it has to be stored first."""
+        """Take one engine event. The last one does not yet make the turn done: it has to be stored first.
+
+        Until then it is not among `events` either: who sees the end of a reply finds it in the store.
+        """
         with self._changed:
-            self._events.append(event)
+            if isinstance(event, Failed | Finished):
+                self._last = event
+            else:
+                self._events.append(event)
             if isinstance(event, Failed):
                 self._error = event.error
             elif isinstance(event, Finished):
@@ -82,6 +89,8 @@ class Turn:
         with self._changed:
             self._error = self._error or error
             self._done = True
+            if self._last is not None:
+                self._events.append(self._last)
             self._notify()
 
     def view(self) -> TurnView:
