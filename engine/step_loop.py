@@ -189,7 +189,8 @@ class StepLoop:
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
         detokenizer = Detokenizer(tokenizer, params.stop)
-        meter.miss = find_miss(sequence, request, tokenizer)
+        shared = len(self.prefix_cache.match(request.prompt_ids)) * self.prefix_cache.block_size
+        meter.miss = find_miss(sequence, request, tokenizer, shared)
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)

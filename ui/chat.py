@@ -89,6 +89,7 @@ class ChatService:
             raise InvalidRequest("The last message of a session's turn must be a user message.")
         for message in messages:
             _check_length(message.content)
+        _check_content(messages[-1].content)
         with self._claim(session_id) as session:
             system, rest = _split_system(messages)
             if system is not None and system != session.system_prompt:

@@ -9,7 +9,7 @@ from datetime import datetime
 from engine.local import LocalEngine
 from engine.prompt import FittedPrompt, fit_prompt
 from engine.protocol import ChatMessage
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, check_vocabulary
 from sessions.models import Message, Session
 from ui.api.params import parse_params
 
@@ -53,8 +53,13 @@ class PromptPlanner:
         content: str | None,
         unsent: Sequence[ChatMessage] = (),
     ) -> PromptPlan:
-        """Render the branch `path`, then text that is not stored yet. Raises `ContextOverflow` if it can't fit."""
+        """Render the branch `path`, then text that is not stored yet.
+
+        Raises `ContextOverflow` if it can't fit and `InvalidRequest` for settings that the model can't follow: before
+        anything is stored.
+        """
         params = params or parse_params(session.params)
+        check_vocabulary(params, int(self._engine.capabilities()["vocab_size"]))
         messages, message_ids = self._messages(session, path)
         messages += unsent
         if content is not None:

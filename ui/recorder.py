@@ -7,16 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from engine.errors import KVScopeError
 from engine.protocol import EventStream, Failed, Finished, TokenDelta
-from sessions.errors import StoreError
+from sessions.errors import NotStored, StoreError
 from sessions.models import COMPLETE, FAILED
 from sessions.store import SessionStore
 from ui.turn import Turn
 
-STORE_EVERY_S = 0.5
+SLOW_WRITE_S = 0.05
 WAIT_RATIO = 10
+RETRY_S = 2.0
+RETRIES = 300
 log = logging.getLogger("kvscope.recorder")
 
 
@@ -36,23 +39,46 @@ def record(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_
 
 def _run(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
     error: KVScopeError | None = None
-    next_store = time.monotonic() + STORE_EVERY_S
+    unstored: Callable[[], None] | None = None
+    next_store = 0.0
     try:
         for event in stream:
             turn.add(event)
             began = time.monotonic()
             if isinstance(event, TokenDelta) and began >= next_store:
                 error = _try(lambda: _store_partial(store, turn))
-                # While the database is locked each attempt waits; the reply must not stand still for most of the time.
+                # A killed process loses the token being written. But while the database is locked each attempt waits,
+                # and the reply must not stand still for most of the time.
                 waited = time.monotonic() - began
-                next_store = began + waited + max(STORE_EVERY_S, WAIT_RATIO * waited)
-            elif isinstance(event, Finished):
-                error = _try(lambda event=event: _store_finished(store, turn, event, model))
-            elif isinstance(event, Failed):
-                error = _try(lambda event=event: _store_failed(store, turn, event))
+                next_store = began + waited + (WAIT_RATIO * waited if waited > SLOW_WRITE_S else 0.0)
+            elif isinstance(event, Finished | Failed):
+                last = partial(_store_last, store, turn, event, model)
+                error = _try(last)
+                unstored = last if error else None
     finally:
         on_done()
         turn.close(error)
+    if unstored is not None:
+        _keep_trying(unstored)
+
+
+def _keep_trying(action: Callable[[], None]) -> None:
+    """The person was told; the reply is still here, and the disk may have room again, the database be free."""
+    for _ in range(RETRIES):
+        time.sleep(RETRY_S)
+        try:
+            return action()
+        except NotStored:
+            return None
+        except StoreError:
+            continue
+
+
+def _store_last(store: SessionStore, turn: Turn, event: Finished | Failed, model: str) -> None:
+    if isinstance(event, Finished):
+        _store_finished(store, turn, event, model)
+    else:
+        _store_failed(store, turn, event)
 
 
 def _try(action: Callable[[], None]) -> KVScopeError | None:

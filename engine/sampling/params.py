@@ -56,6 +56,13 @@ class SamplingParams:
             _in_range("logit_bias", bias, -1e4, 1e4)
 
 
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `InvalidRequest` if `logit_bias` names a token that the model does not have."""
+    for token_id in params.logit_bias:
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"logit_bias names token {token_id}; the model has tokens 0 to {vocab_size - 1}.")
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

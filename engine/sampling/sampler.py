@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidRequest
 from engine.sampling import processors
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, check_vocabulary
 
 LogitsHook = Callable[[Tensor, Sequence[int]], Tensor]
 """Gets one row of logits float32 [V] and the reply's ids so far; returns the row to go on with."""
@@ -56,9 +55,7 @@ class SamplingState:
         hooks: Iterable[LogitsHook] = (),
     ) -> None:
         """Raises `InvalidRequest` if `logit_bias` names a token that the model does not have."""
-        for token_id in params.logit_bias:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"logit_bias names token {token_id}; the model has tokens 0 to {vocab_size - 1}.")
+        check_vocabulary(params, vocab_size)
         self.params = params
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.hooks = tuple(hooks)

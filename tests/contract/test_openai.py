@@ -233,6 +233,20 @@ def test_models(client):
     assert assert_error(client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
 
 
+def test_default_names_the_loaded_model(client):
+    body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
+    assert client.post("/v1/chat/completions", json=body).json()["model"] == "fake-model"
+
+
+def test_an_empty_message_to_a_session_is_refused(client):
+    session = client.post("/api/sessions").json()["id"]
+    for content in ("", "  \n"):
+        body = {"session_id": session, "messages": [{"role": "user", "content": content}]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == "The message is empty."
+    assert client.get(f"/api/sessions/{session}").json()["messages"] == []
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", ["gpt-4", "other-model", "../x", "\ud800"])
 def test_an_unknown_model_gets_404(client, path, name):

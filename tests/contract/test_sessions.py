@@ -207,6 +207,13 @@ def test_stop_ends_a_running_reply(client, engine, chat, session_id):
     assert messages_of(client, session_id)[1]["content"] == answers[0]["content"]
 
 
+def test_a_bias_for_a_token_that_the_model_lacks_changes_nothing(client, engine, session_id):
+    """The user's message and an empty failed reply were stored before the settings were looked at."""
+    body = {"content": "a", "params": {"logit_bias": {"99999": 1}}}
+    error = assert_error(client.post(f"/api/sessions/{session_id}/messages", json=body), 400)
+    assert "99999" in error["message"] and messages_of(client, session_id) == []
+
+
 def test_a_reply_that_fails_is_told_and_kept(client, engine, session_id):
     engine.fail_with = NonFiniteValues("The model produced values that are not finite.")
     path = f"/api/sessions/{session_id}/messages"

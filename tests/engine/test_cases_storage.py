@@ -13,13 +13,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 import ui.recorder
+from engine.protocol import TokenDelta
 from sessions.errors import StoreError, explain
 from sessions.models import COMPLETE, INTERRUPTED
 from sessions.store import SessionStore
-from tests.support.chats import GREEDY, SCRIPTED, TinyChat, finished, tiny_chat
+from tests.support.app_process import wait_for
+from tests.support.chats import BLOCK, GREEDY, SCRIPTED, TinyChat, finished, tiny_chat
 from tests.support.session_store import check_integrity
 from ui.api.routes import build_api
 from ui.recorder import StorageFailed
+from ui.turn import Turn
 
 LONG = "A reply that takes its time. " * 8
 
@@ -73,6 +76,22 @@ def test_three_turns_are_there_after_reload_and_restart(tmp_path):
         assert stats.miss.cause == "restart" and stats.miss.tokens_lost == cache["cache_pos"]
 
 
+def test_what_an_imported_chat_shares_with_the_cache_is_not_lost(tmp_path):
+    """All of an import's tokens were told as lost, though the session that it came from has them in the cache."""
+    with tiny_chat(tmp_path) as chat:
+        session = chat.store.create().id
+        for index in range(3):
+            last = chat.say(session, f"Question {index}", f"Answer {index}<|im_end|>").stats
+        twin = chat.store.import_(chat.store.export(session)).id
+        stats = chat.say(twin, "Go on").stats
+        assert stats.reused_tokens >= last.cache_pos - BLOCK
+        lost = last.cache_pos - stats.reused_tokens
+        assert (lost <= 0 and stats.miss is None) or (stats.miss.position, stats.miss.tokens_lost) == (
+            stats.reused_tokens,
+            lost,
+        )
+
+
 def test_a_reply_that_nobody_follows_is_there_when_finished_once(tmp_path):
     """C31: a reload during a reply lost it, or it came twice."""
     with tiny_chat(tmp_path) as chat, http(chat) as api:
@@ -88,9 +107,27 @@ def test_a_reply_that_nobody_follows_is_there_when_finished_once(tmp_path):
         assert [message["content"] for message in seen["messages"]] == ["Long?", LONG] and not seen["running"]
 
 
+def test_every_token_is_stored_before_the_next_but_one(tmp_path, monkeypatch):
+    """A kill in mid-reply lost half a second of text, about twenty tokens; it may lose the one being written."""
+    monkeypatch.setattr(ui.recorder, "SLOW_WRITE_S", 10)
+    with tiny_chat(tmp_path) as chat:
+        session = chat.store.create().id
+        chat.engine.script.append(chat.ids(LONG + "<|im_end|>"))
+        stored, store_partial = [], ui.recorder._store_partial
+
+        def noted(store: SessionStore, turn: Turn) -> None:
+            store_partial(store, turn)
+            stored.append(chat.store.message(turn.message_id).content)
+
+        monkeypatch.setattr(ui.recorder, "_store_partial", noted)
+        turn = chat.service.send(session, "Long?", SCRIPTED)
+        finished(turn)
+        texts = [event.text for event in turn._events if isinstance(event, TokenDelta)]
+        assert len(texts) > 20 and stored == ["".join(texts[: n + 1]) for n in range(len(texts))]
+
+
 def test_a_process_that_is_killed_in_mid_reply_keeps_what_was_said(tmp_path, monkeypatch):
     """C31's neighbour: the database as it lies on the disk while a reply streams opens again, the reply once."""
-    monkeypatch.setattr(ui.recorder, "STORE_EVERY_S", 0.0)
     monkeypatch.setattr(ui.recorder, "WAIT_RATIO", 0)
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -153,8 +190,8 @@ def test_unknown_and_malformed_ids_get_one_sentence_and_make_no_session(tmp_path
 
 @pytest.mark.parametrize("room_again", [False, True])
 def test_a_disk_that_fills_up_in_mid_reply_costs_at_most_that_reply(tmp_path, monkeypatch, room_again):
-    """A full disk ended the stream; the reply must be shown whole, the trouble told, and nothing else be lost."""
-    monkeypatch.setattr(ui.recorder, "STORE_EVERY_S", 0.0)
+    """A full disk ended the stream; the reply must be shown whole, the trouble told, and stored once there is room."""
+    monkeypatch.setattr(ui.recorder, "RETRY_S", 0.05)
     with tiny_chat(tmp_path) as chat, http(chat) as api:
         disk = Disk(chat.store, monkeypatch)
         session = chat.store.create().id
@@ -183,6 +220,7 @@ def test_a_disk_that_fills_up_in_mid_reply_costs_at_most_that_reply(tmp_path, mo
                 assert "The disk is full" in answer.json()["error"]["message"]
         assert history(chat, session)[:2] == before and len(history(chat, session)) == 4
         disk.full = False
+        wait_for(lambda: history(chat, session)[3][2] == LONG, "the reply in the store")
         following = chat.service.send(session, "And now?", GREEDY)
         finished(following)
         chat.assert_parity(following)

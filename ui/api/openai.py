@@ -169,15 +169,19 @@ def _model_names(chat: ChatService, models_on_disk: ModelNames) -> list[tuple[st
     return [(name, True) for name in loaded] + [(name, False) for name in models_on_disk() if name not in loaded]
 
 
+DEFAULT_MODEL = "default"
+"""Clients that must name a model may name this one."""
+
+
 def _model(name: str, loaded: bool, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "kvscope", "loaded": loaded}
 
 
 def _checked_model(chat: ChatService, body: dict[str, Any], models_on_disk: ModelNames) -> str:
-    """The loaded model's name; a request may leave it out, but not name another one."""
+    """The loaded model's name; a request may leave it out or say "default", but not name another one."""
     loaded = str(chat.engine.capabilities()["model"])
     wanted = optional(body, "model", str) or loaded
-    if wanted == loaded:
+    if wanted in (loaded, DEFAULT_MODEL):
         return loaded
     if wanted in models_on_disk():
         raise ModelUnknown(f"The model {wanted!r} is on this disk but not loaded; {loaded} is.")
