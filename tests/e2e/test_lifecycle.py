@@ -70,34 +70,14 @@ def test_restart_under_an_open_page(start, visit, folders) -> None:
     assert len(second.request("GET", "/api/sessions")["sessions"]) == 1
 
 
-def test_the_page_is_there_while_the_model_loads(start, visit) -> None:
+def test_a_key_is_asked_for_and_the_page_is_there_while_the_model_loads(start, visit) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    app = start(None, port=port, until_ready=False)
+    app = start(None, "--api-key", KEY, port=port, until_ready=False)
     app.url = f"http://127.0.0.1:{port}"
     visitor: Visitor = visit(app.url)
-    wait_for(lambda: _answers(app), "the first answer")
-    tab = visitor.open(app.session(max_tokens=4))
-    tab.box.fill("typed early")
-    app.wait_ready()
-    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
-    assert tab.box.input_value() == "typed early"
-    tab.box.press("Enter")
-    tab.idle(2)
-    assert tab.texts()[1]
-
-
-def _answers(app: AppProcess) -> bool:
-    try:
-        return app.request("GET", "/health")["status"] in ("loading", "ok")
-    except httpx.TransportError:
-        return False
-
-
-def test_a_key_is_asked_for(start, visit) -> None:
-    app = start(None, "--api-key", KEY)
-    visitor: Visitor = visit(app.url)
     visitor.expect_errors("the server responded with a status of 401", *LOST)
+    wait_for(lambda: _answers(app), "the first answer")
     page = visitor.context.new_page()
     page.goto(app.url)
     assert page.locator("#kv-prompt").count() == 0
@@ -108,7 +88,19 @@ def test_a_key_is_asked_for(start, visit) -> None:
     page.get_by_role("button", name="Open").click()
     expect(page.locator("#kv-prompt textarea")).to_be_visible()
     tab = visitor.open(app.request("POST", "/api/sessions", {"params": {"max_tokens": 4}}, key=KEY)["id"])
-    assert tab.ask("hello")
-    assert len(app.messages(tab.session(), key=KEY)) == 2
+    tab.box.fill("typed early")
+    app.wait_ready()
+    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
+    assert tab.box.input_value() == "typed early"
+    tab.box.press("Enter")
+    tab.idle(2)
+    assert tab.texts()[1] and len(app.messages(tab.session(), key=KEY)) == 2
     before = time.monotonic()
     assert app.stop(signal.SIGTERM) == 0 and time.monotonic() - before < 15
+
+
+def _answers(app: AppProcess) -> bool:
+    try:
+        return app.request("GET", "/health")["status"] in ("loading", "ok")
+    except httpx.TransportError:
+        return False

@@ -50,7 +50,7 @@ def decode(model: DecoderModel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
     return [tuple(row) for row in ids], torch.cat(seen)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_greedy_ids_and_logits_are_those_of_torch(kind: str, tmp_path: Path) -> None:
     path = save_safetensors(tiny_model(kind), tmp_path)
     ids, logits = decode(load_model(path, CPU, "float32", triton=True))
