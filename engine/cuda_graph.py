@@ -105,6 +105,7 @@ class DecodeGraphs:
                 self._step(batch)
         torch.cuda.current_stream(self._model.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads may look at the card's memory meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             hidden, logits = self._step(batch)
         return _Captured(batch, hidden, logits, graph)

@@ -85,9 +85,9 @@ def check_kernels(model: DecoderModel, kept: Path) -> None:
     """Have each kernel checked on this card; what is found is told with the model and kept in a file."""
     from kernels.gpu import self_test
 
-    failing = self_test.check(model.device, model.dtype, kept)
-    if failing:
-        names = ", ".join(failing)
+    model.replaced_kernels = self_test.check(model.device, model.dtype, kept)
+    if model.replaced_kernels:
+        names = ", ".join(model.replaced_kernels)
         model.warnings += (
             f"Kernels that give wrong results on this card are replaced by torch, more slowly: {names}.",
         )

@@ -83,7 +83,7 @@ def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
     return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
 
 
-def fuse_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
+def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
     """The layers of a model in blocks as one call for steps of few tokens."""
     from kernels.cpu import step as cpu_step
 
@@ -107,7 +107,7 @@ def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat
     """The layers as kernels of the weight format take them; None where they are run operation by operation."""
     if fmt.planes:
         return triton_layers(config, weights)
-    return fuse_layers(config, weights) if fmt.blocks else None
+    return cpu_layers(config, weights) if fmt.blocks else None
 
 
 class DecoderModel:
@@ -130,12 +130,16 @@ class DecoderModel:
         self.warnings = warnings
         self.weights = weights
         self._operations = operations
+        self.replaced_kernels: tuple[str, ...] = ()
         self._fused = fused_layers(config, weights, fmt)
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether a decode step reads nothing back to the host, so that a CUDA graph can hold it."""
-        return self._fused is not None and self.device.type == "cuda"
+        """Whether a decode step reads nothing back to the host, so that a CUDA graph can hold it.
+
+        The definitions in torch, which stand in for kernels that a card gets wrong, do.
+        """
+        return self._fused is not None and self.device.type == "cuda" and not self.replaced_kernels
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:

@@ -12,7 +12,7 @@ from kernels.gpu.dequant_gemm import dequant_gemm, needs_scratch
 from kernels.gpu.dequant_gemv import MAX_ROWS, dequant_gemv
 from kernels.gpu.dequant_rows import dequant_rows
 from kernels.gpu.swiglu import swiglu
-from kernels.planes import PackedWeight, stack
+from kernels.planes import FORMATS, PackedWeight, stack
 
 
 class PlaneLinear:
@@ -26,8 +26,8 @@ class PlaneLinear:
 
     @property
     def formats(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of each part."""
-        return tuple((part.kind.lower(), part.nbytes) for part in self.parts)
+        """(name, bytes) of each quantised part."""
+        return tuple((part.kind.lower(), part.nbytes) for part in self.parts if part.kind in FORMATS)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.rows)

@@ -9,6 +9,7 @@ import torch
 import triton
 from gguf import GGMLQuantizationType
 
+from engine.loader import pick_kv_format
 from engine.models.registry import DecoderModel, load_model
 from kernels.gpu import tuning
 from tests.support.batches import make_cache, make_metadata
@@ -53,7 +54,10 @@ def decode(model: DecoderModel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_greedy_ids_and_logits_are_those_of_torch(kind: str, tmp_path: Path) -> None:
     path = save_safetensors(tiny_model(kind), tmp_path)
-    ids, logits = decode(load_model(path, CPU, "float32", triton=True))
+    model = load_model(path, CPU, "float32", triton=True)
+    # By this name the cache becomes float32 too.
+    assert model.weight_format == "float32" and pick_kv_format("auto", model) == "fp32"
+    ids, logits = decode(model)
     expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False))
     assert ids == expected_ids
     assert (logits - expected).abs().max() < 1e-3
