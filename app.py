@@ -187,8 +187,8 @@ def on_signals(handler: Callable[..., object]) -> None:
 def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
     opened = open_socket(options.host, options.port)
-    prepare(config)
     resolve(config.model, config.data_dir)
+    prepare(config)
     # torch's threads wait for each other by spinning; beside any other busy program a prefill then takes ten times as
     # long. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gguf import GGML_QUANT_SIZES
+
 KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
 INT4_GROUP = 32
-WEIGHT_BLOCKS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q6_K": (256, 210),
-    "Q5_K": (256, 176),
-    "Q5_1": (32, 24),
-    "Q5_0": (32, 22),
-    "Q4_K": (256, 144),
-    "Q4_1": (32, 20),
-    "Q4_0": (32, 18),
-    "Q3_K": (256, 110),
-    "Q2_K": (256, 84),
-}
-"""(weights, bytes) of a block of each GGUF type: ggml-common.h."""
+WEIGHT_BLOCKS = {kind.name: size for kind, size in GGML_QUANT_SIZES.items()}
+"""(weights, bytes) of a block of each GGUF type."""
 ACTIVATION_COPIES = 8
 """Row-sized buffers of hidden and inner width that live at the same time while a layer runs."""
 LOGIT_COPIES = 4

@@ -9,7 +9,7 @@ from kernels.cpu import kept
 
 
 def prepare(config: EngineConfig) -> None:
-    """Let a first start compile the CPU kernels beside imports and download, if the model will run on the CPU."""
+    """Let a first start compile the CPU kernels beside the imports, if the model will run on the CPU."""
     on_card = config.device == "cuda" or (config.device == "auto" and shutil.which("nvidia-smi") is not None)
     if not on_card and config.dtype == "auto":
         kept.compile_ahead()

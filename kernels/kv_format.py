@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+ALIGNMENT = 16
+"""Bytes that an extent's addresses are multiples of: what 128-bit loads need."""
 INT4_GROUP = 32
 """Channels of a head that share one scale and one minimum in int4."""
 
@@ -60,3 +64,17 @@ FP8 = KVFormat("fp8", torch.float8_e4m3fn, 8)
 INT4 = KVFormat("int4", torch.uint8, 4, scale_planes=2, scale_dtype=torch.float16)
 
 KV_FORMATS = {fmt.name: fmt for fmt in (FP32, BF16, FP16, INT8, FP8, INT4)}
+
+
+def fill_extent_table(table: Tensor, data_extents: Sequence[Tensor], scale_extents: Sequence[Tensor]) -> None:
+    """Write the extents' addresses into `table`, int64 [max_extents, 2], from its first row on.
+
+    `scale_extents` is empty for formats without scales. ValueError if the table is too short or an address not aligned.
+    """
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 2 or len(data_extents) > table.shape[0]:
+        raise ValueError(f"the extent table must be int64 [{len(data_extents)} or more, 2], not {tuple(table.shape)}")
+    scales = [extent.data_ptr() for extent in scale_extents] or [0] * len(data_extents)
+    rows = [[extent.data_ptr(), scale] for extent, scale in zip(data_extents, scales, strict=True)]
+    if any(address % ALIGNMENT for row in rows for address in row):
+        raise ValueError(f"an extent's address is not a multiple of {ALIGNMENT} bytes")
+    table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 2))

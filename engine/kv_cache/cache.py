@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kv_cache.spec import KVCacheSpec
 from kernels.dispatch import operations
+from kernels.kv_format import fill_extent_table
 
 EXTENT_BYTES = 32 * 2**20
 
@@ -73,13 +74,9 @@ class KVCache:
                 room = min(room, self.max_blocks - self.capacity_blocks)
             shape = (room, *self.spec.block_shape)
             self.extents.append(torch.empty(shape, dtype=self.spec.dtype, device=self.device))
-            self._list_extent()
-
-    def _list_extent(self) -> None:
-        index = len(self.extents) - 1
-        if index >= len(self.extent_table):
-            self.extent_table = torch.cat((self.extent_table, torch.zeros_like(self.extent_table)))
-        self.extent_table[index, 0] = self.extents[index].data_ptr()
+            if len(self.extents) > len(self.extent_table):
+                self.extent_table = torch.cat((self.extent_table, torch.zeros_like(self.extent_table)))
+            fill_extent_table(self.extent_table, self.extents, self.scale_extents)
 
     def shrink(self, blocks: int) -> None:
         """Give back the extents that hold only block ids from `blocks` on, and the scratch memory."""

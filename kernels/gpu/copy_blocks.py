@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.tiles import ALIGNMENT
 from kernels.gpu.tuning import capability, launch_params
+from kernels.kv_format import ALIGNMENT
 from kernels.reference.blocks import copy_blocks_out
 from kernels.registry import register
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from kernels.gpu import step as _registers_the_ops  # noqa: F401
 from kernels.gpu.dequant_gemm import needs_scratch
 from kernels.gpu.paged_decode import workspace_shapes
-from kernels.gpu.tiles import fill_extent_table
-from kernels.kv_format import KV_FORMATS
+from kernels.kv_format import KV_FORMATS, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
 from kernels.registry import OPS, use_reference
 

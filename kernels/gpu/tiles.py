@@ -7,31 +7,10 @@ tensors are laid out as `kernels.kv_format` says. A pool that grows changes the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-ALIGNMENT = 16
-"""Bytes that an extent's addresses are multiples of: what 128-bit loads need."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-def fill_extent_table(table: Tensor, data_extents: Sequence[Tensor], scale_extents: Sequence[Tensor]) -> None:
-    """Write the extents' addresses into `table`, int64 [max_extents, 2], from its first row on.
-
-    `scale_extents` is empty for formats without scales. ValueError if the table is too short or an address not aligned.
-    """
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 2 or len(data_extents) > table.shape[0]:
-        raise ValueError(f"the extent table must be int64 [{len(data_extents)} or more, 2], not {tuple(table.shape)}")
-    scales = [extent.data_ptr() for extent in scale_extents] or [0] * len(data_extents)
-    rows = [[extent.data_ptr(), scale] for extent, scale in zip(data_extents, scales, strict=True)]
-    if any(address % ALIGNMENT for row in rows for address in row):
-        raise ValueError(f"an extent's address is not a multiple of {ALIGNMENT} bytes")
-    table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 2))
 
 
 @triton.jit

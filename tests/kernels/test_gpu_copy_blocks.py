@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu.copy_blocks import copy_blocks, launch_copy_blocks
-from kernels.gpu.tiles import fill_extent_table
-from kernels.kv_format import KV_FORMATS, KVFormat
+from kernels.kv_format import KV_FORMATS, KVFormat, fill_extent_table
 from tests.support import interpreter
 
 DEVICE = "cpu" if interpreter.is_interpreting() else "cuda"

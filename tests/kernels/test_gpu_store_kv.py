@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kernels.gpu import store_kv as store
 from kernels.gpu import tiles
-from kernels.kv_format import KV_FORMATS
+from kernels.kv_format import KV_FORMATS, fill_extent_table
 from kernels.reference import paged
 from tests.support import interpreter_fp8
 from tests.support.interpreter import is_interpreting
@@ -256,6 +256,6 @@ def test_what_does_not_fit_is_said():
         step.run(store.launch_store_kv, PagedCache("fp32", 80, 1))
     table = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="extent table"):
-        tiles.fill_extent_table(table, [step.qkv, step.qkv], [])
+        fill_extent_table(table, [step.qkv, step.qkv], [])
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        tiles.fill_extent_table(table, [step.qkv.view(-1)[1:]], [])
+        fill_extent_table(table, [step.qkv.view(-1)[1:]], [])

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.tiles import fill_extent_table
-from kernels.kv_format import INT4_GROUP, KV_FORMATS
+from kernels.kv_format import INT4_GROUP, KV_FORMATS, fill_extent_table
 from tests.support import interpreter
 
 DEVICE = "cpu" if interpreter.is_interpreting() else "cuda"
