@@ -215,3 +215,17 @@ def test_settings_of_a_new_chat_come_with_its_first_message(visitor: Visitor, ap
     session = app.request("GET", f"/api/sessions/{tab.session()}")
     assert session["system_prompt"] == "You are a parrot." and session["params"]["max_tokens"] == 2
     assert session["messages"][1]["kvscope"]["generated_tokens"] <= 2
+
+
+def test_settings_typed_while_the_controls_are_still_being_filled_count(visitor: Visitor, app: AppProcess) -> None:
+    """They stood in the controls and were not taken. Filling is made to last as long as on a busy machine."""
+    slowly = (
+        "const timer = window.setTimeout; window.setTimeout = (f, ms, ...a) => timer(f, ms === 150 ? 4000 : ms, ...a)"
+    )
+    visitor.context.add_init_script(slowly)
+    tab = visitor.open()
+    tab.tab("Settings")
+    tab.page.locator("#kv-max_tokens").locator("input, textarea").fill("2")
+    expect(tab.page.locator("#kv-settings")).to_contain_text("Saved with the first message.")
+    tab.ask("hello")
+    assert app.request("GET", f"/api/sessions/{tab.session()}")["params"]["max_tokens"] == 2

@@ -25,6 +25,7 @@ export class Settings {
     this.flush();
     this.own = null;
     this.shown = "";
+    this.unheard = null;
     this.tell("");
   }
 
@@ -58,7 +59,15 @@ export class Settings {
     this.shown = key;
     this.filling = true;
     fill.click();
-    setTimeout(() => { this.filling = false; }, FILLED_AFTER_MS);
+    setTimeout(() => this.filled(), FILLED_AFTER_MS);
+  }
+
+  // What a person typed while the controls were being filled counts as if it was typed now.
+  filled() {
+    this.filling = false;
+    const values = this.unheard;
+    this.unheard = null;
+    if (values) this.changed(values);
   }
 
   // For Gradio: one value per control, in their order.
@@ -72,8 +81,10 @@ export class Settings {
   }
 
   // The page puts values in one after the other too, so only what differs from the chat's settings is a change.
-  changed([system, ...values]) {
+  changed(all) {
+    if (this.filling) this.unheard = all;
     if (this.filling || this.current() === null) return;
+    const [system, ...values] = all;
     const params = {};
     for (const [index, name] of NAMES.entries()) {
       let value = values[index];
