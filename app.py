@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from engine.local import LocalEngine
     from ui.chat import ChatService
 
-LATER_KV_FORMATS = ("int8", "fp8", "int4")
 GRACE_S = 2
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {f"{unit}ib": UNITS[unit] for unit in "kmgt"}
@@ -52,11 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: auto, the fastest 16 bit type)")
     add(
         "--kv-format",
-        choices=(*KV_FORMATS, *LATER_KV_FORMATS),
+        choices=KV_FORMATS,
         default="auto",
         metavar="FORMAT",
-        help=f"type of the KV cache: {', '.join(KV_FORMATS)} (default: auto, as the weights); "
-        f"{', '.join(LATER_KV_FORMATS)} are not available in this version",
+        help=f"how keys and values are kept: {', '.join(KV_FORMATS)} (default: auto, 16 bits, or as float32 weights)",
     )
     add(
         "--max-seq-len",
@@ -134,8 +132,6 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise `ConfigError` for what this version does not do, and for what would be unsafe."""
     later = {"--window": options.window, "--sinks": options.sinks}
     later["--allow-fault-injection"] = options.allow_fault_injection or None
-    if options.kv_format in LATER_KV_FORMATS:
-        later[f"--kv-format {options.kv_format}"] = True
     for name, value in later.items():
         if value is not None:
             raise ConfigError(f"{name} is not available in this version of KVScope.")

@@ -28,6 +28,7 @@ from engine.models.registry import DecoderModel, load_model
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import ModelSource, resolve
 from engine.weights.gguf_reader import GGUFSource
+from kernels.kv_format import FP32
 
 BLOCK_SIZE = 16
 README = Path(__file__).parent.parent / "README.md"
@@ -37,9 +38,7 @@ CPU = torch.device("cpu")
 def one_prefill(model: DecoderModel, token_ids: Tensor) -> Tensor:
     """Logits float32 [T, vocab]."""
     config, count = model.config, len(token_ids)
-    cache = KVCache(
-        KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, torch.float32), CPU
-    )
+    cache = KVCache(KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, FP32), CPU)
     blocks = -(-count // BLOCK_SIZE)
     cache.grow(blocks + 1)
     meta = AttentionMetadata(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_FORMATS = ("auto", "fp32", "fp16", "bf16")
+KV_FORMATS = ("auto", "fp32", "fp16", "bf16", "int8", "fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)

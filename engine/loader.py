@@ -18,11 +18,11 @@ from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
 from kernels.dispatch import triton_runs_on
+from kernels.kv_format import KV_FORMATS
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
 RAM_SHARE, CARD_SHARE = 0.25, 0.85
-KV_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_size=config.block_size,
-        dtype=KV_DTYPES[kv_format],
+        format=KV_FORMATS[kv_format],
     )
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
     max_blocks = budget // (spec.bytes_per_token * spec.block_size)

@@ -32,7 +32,7 @@ class Operations:
     rotary: Callable[[Tensor, Tensor, Tensor], None]
     rotary_tables: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    plan_attention: Callable[[BatchMetadata, PagedStore, int, torch.dtype], Any]
+    plan_attention: Callable[[BatchMetadata, PagedStore, int, int, torch.dtype], Any]
     store_kv: Callable[[Any, int, Tensor], None]
     attention: Callable[[Any, int, Tensor, float], Tensor]
     copy_blocks: Callable[[Sequence[Tensor], int, Sequence[tuple[int, int]]], None]

@@ -49,7 +49,7 @@ class BatchMetadata(Protocol):
 
 
 class PagedStore(Protocol):
-    """Extents of blocks, each [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+    """Extents of blocks, each [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, data width]."""
 
     @property
     def extents(self) -> Sequence[Tensor]:
@@ -72,6 +72,11 @@ class PagedStore(Protocol):
     @property
     def extent_table(self) -> Tensor:
         """int64 [extents at most, 2]: addresses of data and scales of each extent, for kernels."""
+        ...
+
+    @property
+    def balance(self) -> Tensor | None:
+        """float32 [num_layers, num_kv_heads]: stored keys are divided and queries multiplied by it; None is 1."""
         ...
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

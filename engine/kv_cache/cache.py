@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.kv_cache.spec import KVCacheSpec
 from kernels.dispatch import operations
 from kernels.kv_format import fill_extent_table
+from kernels.reference.kv_codes import decode
 
 EXTENT_BYTES = 32 * 2**20
 
@@ -25,9 +26,13 @@ def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
 class KVCache:
     """Block `b` is `extents[b // blocks_per_extent][b % blocks_per_extent]`; block 0 only pads block tables.
 
-    Each extent is [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]. Fresh blocks hold arbitrary
-    values: nothing is read before it is written. Which block belongs to whom is the block pool's business. The last
-    extent ends at `max_blocks`, because a budget that is exceeded is none.
+    Each extent is [blocks, num_layers, 2 (K, V), block_size, num_kv_heads, data width], and where the format has scales
+    there is an extent of these beside it (`kernels.kv_format`). Fresh blocks hold arbitrary values: nothing is read
+    before it is written. Which block belongs to whom is the block pool's business. The last extent ends at
+    `max_blocks`, because a budget that is exceeded is none.
+
+    `balance`, float32 [num_layers, num_kv_heads], divides the keys that are stored and multiplies the queries that read
+    them; None is 1. It is fixed before the first token.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class KVCache:
         self.spec = spec
         self.device = device
         self.max_blocks = max_blocks
+        self.balance: Tensor | None = None
         self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
         self.extents: list[Tensor] = []
         self.scale_extents: list[Tensor] = []
@@ -72,32 +78,47 @@ class KVCache:
             room = self.blocks_per_extent
             if self.max_blocks is not None:
                 room = min(room, self.max_blocks - self.capacity_blocks)
+            fmt = self.spec.format
             shape = (room, *self.spec.block_shape)
-            self.extents.append(torch.empty(shape, dtype=self.spec.dtype, device=self.device))
+            self.extents.append(torch.empty(shape, dtype=fmt.dtype, device=self.device))
+            if fmt.has_scales:
+                shape = (room, *self.spec.scale_shape)
+                self.scale_extents.append(torch.empty(shape, dtype=fmt.scale_dtype, device=self.device))
             if len(self.extents) > len(self.extent_table):
                 self.extent_table = torch.cat((self.extent_table, torch.zeros_like(self.extent_table)))
             fill_extent_table(self.extent_table, self.extents, self.scale_extents)
 
     def shrink(self, blocks: int) -> None:
         """Give back the extents that hold only block ids from `blocks` on, and the scratch memory."""
-        del self.extents[-(-blocks // self.blocks_per_extent) :]
+        kept = -(-blocks // self.blocks_per_extent)
+        del self.extents[kept:], self.scale_extents[kept:]
         self._workspace.clear()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, in order; pairs of (source, target) block ids."""
-        self._operations.copy_blocks(self.extents, self.blocks_per_extent, pairs)
+        for extents in (self.extents, self.scale_extents):
+            if extents:
+                self._operations.copy_blocks(extents, self.blocks_per_extent, pairs)
 
     def read(self, block_table: Sequence[int], layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
-        """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence."""
-        kind = {"k": 0, "v": 1}[tensor]
-        rows = []
-        for position in range(start, start + count):
-            index, offset = divmod(position, self.spec.block_size)
-            extent, block = divmod(block_table[index], self.blocks_per_extent)
-            rows.append(self.extents[extent][block, layer, kind, offset, head])
-        if not rows:
+        """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence.
+
+        As attention reads them, keys with the balance constant taken out again.
+        """
+        if not count:
             return torch.empty(0, self.spec.head_dim)
-        return torch.stack(rows).float().cpu()
+        places = [divmod(position, self.spec.block_size) for position in range(start, start + count)]
+        slots = [(*divmod(block_table[index], self.blocks_per_extent), offset) for index, offset in places]
+
+        def rows(extents: list[Tensor]) -> Tensor:
+            """[2 or scale planes, count, width]"""
+            return torch.stack([extents[extent][block, layer, :, offset, head] for extent, block, offset in slots], 1)
+
+        scales = rows(self.scale_extents) if self.scale_extents else None
+        values = decode(self.spec.format, rows(self.extents), scales)[0 if tensor == "k" else 1]
+        if tensor == "k" and self.balance is not None:
+            values = values * self.balance[layer, head]
+        return values.cpu()
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A scratch tensor that is kept and reused, growing by halves; its values are undefined."""

@@ -153,7 +153,7 @@ class DecoderModel:
         if self._fused is not None and self._fused.fits(len(token_ids)):
             return self._fused(weights.embedding(token_ids), cache, meta)
         cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
-        step = StepContext(ops.plan_attention(meta, cache, config.num_heads, self.dtype), cos, sin)
+        step = StepContext(ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype), cos, sin)
         x = weights.embedding(token_ids)
         for layer in weights.layers:
             normed = ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from kernels.cpu import ir as ir
+from kernels.cpu import kv_ir as kv_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.product import draw, finish
@@ -44,28 +45,57 @@ def _turn(head: int, half: int, weight: int, eps: float, angle: int) -> None:
 @compiled("int64(int64)")
 def _plane(step: int) -> int:
     """Bytes of the keys of one layer in a block."""
-    model = ir.word(step, rec.MODEL)
-    size = 4 if ir.word(step, rec.KV_KIND) == ir.FP32 else 2
-    return ir.word(step, rec.BLOCK_SIZE) * ir.word(model, rec.KV_HEADS) * ir.word(model, rec.DIM) * size
+    return (
+        ir.word(step, rec.BLOCK_SIZE) * ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
+    )
 
 
 @compiled("int64(int64, int64, int64, int64, int64)")
 def _key_place(step: int, layer: int, kv_head: int, block: int, offset: int) -> int:
-    model, per_extent, plane = ir.word(step, rec.MODEL), ir.word(step, rec.EXTENT_BLOCKS), _plane(step)
+    model, per_extent = ir.word(step, rec.MODEL), ir.word(step, rec.EXTENT_BLOCKS)
     extent = ir.word(ir.word(step, rec.EXTENTS), block // per_extent)
-    stride = plane // ir.word(step, rec.BLOCK_SIZE)
     index = (block % per_extent) * ir.word(model, rec.LAYERS) + layer
-    return extent + index * 2 * plane + offset * stride + kv_head * (stride // ir.word(model, rec.KV_HEADS))
+    row = offset * ir.word(model, rec.KV_HEADS) + kv_head
+    return extent + index * 2 * _plane(step) + row * ir.word(step, rec.HEAD_BYTES)
 
 
-@compiled("void(int64, int64, int64, int64)")
-def _save(kind: int, place: int, values: int, dim: int) -> None:
-    if kind == ir.FP32:
-        ir.save_fp32(place, values, dim)
-    elif kind == ir.FP16:
-        ir.save_fp16(place, values, dim)
+@compiled("int64(int64, int64, int64, int64, int64, int64)")
+def _scale_place(step: int, layer: int, plane: int, kv_head: int, block: int, offset: int) -> int:
+    """Of the scales of a row; formats with one plane have one scale for K and V."""
+    model, per_extent, planes = (
+        ir.word(step, rec.MODEL),
+        ir.word(step, rec.EXTENT_BLOCKS),
+        ir.word(step, rec.SCALE_PLANES),
+    )
+    extent = ir.word(ir.word(step, rec.SCALE_EXTENTS), block // per_extent)
+    index = ((block % per_extent) * ir.word(model, rec.LAYERS) + layer) * planes + min(plane, planes - 1)
+    row = (index * ir.word(step, rec.BLOCK_SIZE) + offset) * ir.word(model, rec.KV_HEADS) + kv_head
+    return extent + row * ir.word(step, rec.SCALE_BYTES)
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
+def _save(step: int, layer: int, kv: int, block: int, offset: int, key: int, value: int) -> None:
+    """One head's K and V, float32, into a slot."""
+    kind, dim = ir.word(step, rec.KV_KIND), ir.word(ir.word(step, rec.MODEL), rec.DIM)
+    place = _key_place(step, layer, kv, block, offset)
+    below = place + _plane(step)
+    if kind == kv_ir.FP32:
+        kv_ir.save_fp32(place, key, dim)
+        kv_ir.save_fp32(below, value, dim)
+    elif kind == kv_ir.FP16:
+        kv_ir.save_fp16(place, key, dim)
+        kv_ir.save_fp16(below, value, dim)
+    elif kind == kv_ir.BF16:
+        kv_ir.save_bf16(place, key, dim)
+        kv_ir.save_bf16(below, value, dim)
+    elif kind == kv_ir.FP8:
+        kv_ir.pack_fp8(place, key, dim)
+        kv_ir.pack_fp8(below, value, dim)
+    elif kind == kv_ir.INT8:
+        kv_ir.pack_int8(place, below, _scale_place(step, layer, 0, kv, block, offset), key, value, dim)
     else:
-        ir.save_bf16(place, values, dim)
+        kv_ir.pack_int4(place, _scale_place(step, layer, 0, kv, block, offset), key, dim)
+        kv_ir.pack_int4(below, _scale_place(step, layer, 1, kv, block, offset), value, dim)
 
 
 @by_address(5)
@@ -74,7 +104,7 @@ def store(sync: int, phase: int, step: int, layer: int, angle: int) -> int:
     model = ir.word(step, rec.MODEL)
     record = ir.word(model, rec.LAYER_RECORDS) + layer * rec.LAYER_WORDS * 8
     heads, kv_heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
-    kind, block_size = ir.word(step, rec.KV_KIND), ir.word(step, rec.BLOCK_SIZE)
+    block_size, balance = ir.word(step, rec.BLOCK_SIZE), ir.word(step, rec.BALANCE)
     eps = ir.get(ir.word(model, rec.SCALARS), 0)
     group, total = heads // kv_heads, ir.word(step, rec.TOKENS) * kv_heads
     task = draw(sync, phase)
@@ -85,37 +115,54 @@ def store(sync: int, phase: int, step: int, layer: int, angle: int) -> int:
             _turn(row + head * dim * 4, dim // 2, ir.word(record, rec.Q_NORM), eps, turned)
         key = row + (heads + kv) * dim * 4
         _turn(key, dim // 2, ir.word(record, rec.K_NORM), eps, turned)
+        if balance:
+            factor = ir.get(balance, layer * kv_heads + kv)
+            for i in range(dim):
+                ir.put(key, i, ir.get(key, i) / factor)
+            for i in range(group * dim):
+                ir.put(row + kv * group * dim * 4, i, ir.get(row + kv * group * dim * 4, i) * factor)
         slot = ir.word(ir.word(step, rec.SLOTS), t)
-        place = _key_place(step, layer, kv, slot // block_size, slot % block_size)
-        _save(kind, place, key, dim)
-        _save(kind, place + _plane(step), key + kv_heads * dim * 4, dim)
+        _save(step, layer, kv, slot // block_size, slot % block_size, key, key + kv_heads * dim * 4)
         finish(sync, phase)
         task = draw(sync, phase)
     return total
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, float32)")
-def _scores(kind: int, out: int, q: int, keys: int, count: int, model: int, scale: float) -> None:
-    dim, size = ir.word(model, rec.DIM), 4 if kind == ir.FP32 else 2
-    stride = ir.word(model, rec.KV_HEADS) * dim * size
-    if kind == ir.FP32:
-        ir.scores_fp32(out, q, keys, count, stride, dim, scale)
-    elif kind == ir.FP16:
-        ir.scores_fp16(out, q, keys, count, stride, dim, scale)
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, float32)")
+def _scores(kind: int, out: int, q: int, keys: int, count: int, stride: int, dim: int, scale: float) -> None:
+    if kind == kv_ir.FP32:
+        kv_ir.scores_fp32(out, q, keys, count, stride, dim, scale)
+    elif kind == kv_ir.FP16:
+        kv_ir.scores_fp16(out, q, keys, count, stride, dim, scale)
     else:
-        ir.scores_bf16(out, q, keys, count, stride, dim, scale)
+        kv_ir.scores_bf16(out, q, keys, count, stride, dim, scale)
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64)")
-def _accumulate(kind: int, out: int, weights: int, values: int, count: int, model: int) -> None:
-    dim, size = ir.word(model, rec.DIM), 4 if kind == ir.FP32 else 2
-    stride = ir.word(model, rec.KV_HEADS) * dim * size
-    if kind == ir.FP32:
-        ir.accumulate_fp32(out, weights, values, count, stride, dim)
-    elif kind == ir.FP16:
-        ir.accumulate_fp16(out, weights, values, count, stride, dim)
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
+def _accumulate(kind: int, out: int, weights: int, values: int, count: int, stride: int, dim: int) -> None:
+    if kind == kv_ir.FP32:
+        kv_ir.accumulate_fp32(out, weights, values, count, stride, dim)
+    elif kind == kv_ir.FP16:
+        kv_ir.accumulate_fp16(out, weights, values, count, stride, dim)
     else:
-        ir.accumulate_bf16(out, weights, values, count, stride, dim)
+        kv_ir.accumulate_bf16(out, weights, values, count, stride, dim)
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _unpack(step: int, layer: int, plane: int, kv: int, block: int, offset: int, count: int, out: int) -> None:
+    """`count` rows of a block in fewer than 16 bits as float32, one after the other; plane 0 is K, 1 is V."""
+    model, kind = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND)
+    dim, stride = ir.word(model, rec.DIM), ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
+    row = _key_place(step, layer, kv, block, offset) + plane * _plane(step)
+    for i in range(count):
+        if kind == kv_ir.FP8:
+            kv_ir.unpack_fp8(out, row, 0, dim)
+        elif kind == kv_ir.INT8:
+            kv_ir.unpack_int8(out, row, _scale_place(step, layer, plane, kv, block, offset + i), dim)
+        else:
+            kv_ir.unpack_int4(out, row, _scale_place(step, layer, plane, kv, block, offset + i), dim)
+        row += stride
+        out += dim * 4
 
 
 @compiled("void(int64, int64, int64)")
@@ -142,18 +189,26 @@ def attend(step: int, layer: int, t: int, kv: int, start: int, end: int, scores:
     part_bytes = splits * (dim + 2) * 4
     part = ir.word(step, rec.PARTS) + (t * heads + kv * group) * part_bytes + (start // rec.SPLIT) * (dim + 2) * 4
     scale = np.float32(1.0) / np.float32(math.sqrt(np.float32(dim)))
+    unpacked, packed = scores + group * rec.SPLIT * 4, kind > kv_ir.BF16
+    most = rec.UNPACKED_ROWS if packed else block_size
+    stride = dim * 4 if packed else ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
+    read = kv_ir.FP32 if packed else kind
     for values in range(2):
         position = start
         while position < end:
-            offset = position % block_size
-            count = min(block_size - offset, end - position)
-            place = _key_place(step, layer, kv, ir.word32(table, position // block_size), offset)
+            offset, block = position % block_size, ir.word32(table, position // block_size)
+            count = min(block_size - offset, end - position, most)
+            if packed:
+                _unpack(step, layer, values, kv, block, offset, count, unpacked)
+                place = unpacked
+            else:
+                place = _key_place(step, layer, kv, block, offset) + values * _plane(step)
             for g in range(group):
                 line = scores + (g * rec.SPLIT + position - start) * 4
                 if values:
-                    _accumulate(kind, part + g * part_bytes, line, place + _plane(step), count, model)
+                    _accumulate(read, part + g * part_bytes, line, place, count, stride, dim)
                 else:
-                    _scores(kind, line, query + g * dim * 4, place, count, model, scale)
+                    _scores(read, line, query + g * dim * 4, place, count, stride, dim, scale)
             position += count
         if values == 0:
             for g in range(group):

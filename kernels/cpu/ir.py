@@ -1,4 +1,4 @@
-"""Vector code that numba has no words for: dot products over quantised blocks, 16-bit floats, exp, atomics.
+"""Vector code that numba has no words for: dot products over quantised blocks, exp, atomics.
 
 Each intrinsic takes addresses and sizes as int64 and is written as LLVM vector code, which LLVM fits to the processor.
 A weight row is its GGUF blocks of 32 as they lie in a file: Q4_0 = scale, 16 bytes of nibbles; Q4_1 = scale, minimum,
@@ -17,7 +17,6 @@ from numba.extending import intrinsic
 
 Q4_0, Q4_1, Q8_0 = 0, 1, 2
 BLOCK_BYTES = (18, 20, 34)
-FP32, FP16, BF16 = 0, 1, 2
 ROW_TILE = 4
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -26,7 +25,7 @@ V8, V16 = ir.VectorType(F32, 8), ir.VectorType(F32, 16)
 Value = Any
 
 
-def _emits(arguments: str, result: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
+def emits(arguments: str, result: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """An intrinsic whose arguments are int64 ("i") or float32 ("f"); the function gets the builder and their values."""
     kinds = [types.int64 if kind == "i" else types.float32 for kind in arguments]
     names = ", ".join(f"a{i}" for i in range(len(arguments)))
@@ -44,32 +43,32 @@ def _emits(arguments: str, result: Any = types.void) -> Callable[[Callable[..., 
     return wrap
 
 
-def _load(b: Any, address: Value, kind: Any, align: int = 1) -> Value:
+def load(b: Any, address: Value, kind: Any, align: int = 1) -> Value:
     return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def _store(b: Any, value: Value, address: Value, align: int = 1) -> None:
+def store(b: Any, value: Value, address: Value, align: int = 1) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
 
 
-def _plus(b: Any, address: Value, count: Value | int, size: int = 1) -> Value:
+def plus(b: Any, address: Value, count: Value | int, size: int = 1) -> Value:
     count = ir.Constant(I64, count) if isinstance(count, int) else count
     return b.add(address, b.mul(count, ir.Constant(I64, size)))
 
 
-def _fma(b: Any, x: Value, y: Value, z: Value) -> Value:
+def fma(b: Any, x: Value, y: Value, z: Value) -> Value:
     kind = x.type
     name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
     function = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fma.{name}")
     return b.call(function, (x, y, z))
 
 
-def _splat(b: Any, value: Value, count: int) -> Value:
+def splat(b: Any, value: Value, count: int) -> Value:
     vector = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, ir.Constant(I32, 0))
     return b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
-def _constant(value: float, kind: Any) -> Value:
+def constant(value: float, kind: Any) -> Value:
     return ir.Constant(kind, [value] * kind.count)
 
 
@@ -79,14 +78,14 @@ def _half(b: Any, vector: Value, upper: bool) -> Value:
     return b.shuffle_vector(vector, vector, lanes)
 
 
-def _sum(b: Any, vector: Value) -> Value:
+def sum_of(b: Any, vector: Value) -> Value:
     while vector.type.count > 1:
         low, high = _half(b, vector, False), _half(b, vector, True)
         vector = b.fadd(low, high)
     return b.extract_element(vector, ir.Constant(I32, 0))
 
 
-def _variable(b: Any, value: Value) -> Value:
+def variable(b: Any, value: Value) -> Value:
     place = cgutils.alloca_once(b, value.type)
     b.store(value, place)
     return place
@@ -94,199 +93,120 @@ def _variable(b: Any, value: Value) -> Value:
 
 def _block(b: Any, address: Value, fmt: int) -> tuple[Value, Value | None, Value, Value]:
     """Scale, minimum (None for Q8_0) and the 32 codes as two float vectors of 16."""
-    scale = b.fpext(_load(b, address, F16), F32)
+    scale = b.fpext(load(b, address, F16), F32)
     ints = ir.VectorType(I32, 16)
     if fmt == Q8_0:
-        codes = [_load(b, _plus(b, address, 2 + 16 * i), ir.VectorType(I8, 16)) for i in range(2)]
+        codes = [load(b, plus(b, address, 2 + 16 * i), ir.VectorType(I8, 16)) for i in range(2)]
         return scale, None, *(b.sitofp(b.sext(part, ints), V16) for part in codes)
-    if fmt == Q4_1:
-        minimum = b.fpext(_load(b, _plus(b, address, 2), F16), F32)
-    else:
-        minimum = b.fmul(scale, ir.Constant(F32, -8.0))
-    codes = _load(b, _plus(b, address, BLOCK_BYTES[fmt] - 16), ir.VectorType(I8, 16))
-    low, high = b.and_(codes, _constant(15, codes.type)), b.lshr(codes, _constant(4, codes.type))
+    minimum = b.fpext(load(b, plus(b, address, 2), F16), F32) if fmt == Q4_1 else b.fmul(scale, ir.Constant(F32, -8.0))
+    codes = load(b, plus(b, address, BLOCK_BYTES[fmt] - 16), ir.VectorType(I8, 16))
+    low, high = b.and_(codes, constant(15, codes.type)), b.lshr(codes, constant(4, codes.type))
     return scale, minimum, *(b.sitofp(b.zext(part, ints), V16) for part in (low, high))
 
 
 def _dot(fmt: int, rows: int) -> Any:
-    @_emits("iiiiiii")
+    @emits("iiiiiii")
     def dot(
         b: Any, blocks: Value, groups: Value, x: Value, x_stride: Value, sums: Value, sums_stride: Value, out: Value
     ) -> None:
         """out[r] = weight row · x row r, for `rows` rows of x; `sums` holds the sum of each 32 elements of x."""
         zero = ir.Constant(F32, 0.0)
-        totals = [_variable(b, _constant(0.0, V16)) for _ in range(rows)]
-        minima = [_variable(b, zero) for _ in range(rows)]
+        totals = [variable(b, constant(0.0, V16)) for _ in range(rows)]
+        minima = [variable(b, zero) for _ in range(rows)]
         with cgutils.for_range(b, groups, intp=I64) as loop:
-            scale, minimum, low, high = _block(b, _plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
-            scales = _splat(b, scale, 16)
+            scale, minimum, low, high = _block(b, plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
+            scales = splat(b, scale, 16)
             for row in range(rows):
-                at = _plus(b, _plus(b, x, loop.index, 128), b.mul(x_stride, ir.Constant(I64, row)))
-                part = b.fmul(low, _load(b, at, V16))
-                part = _fma(b, high, _load(b, _plus(b, at, 64), V16), part)
-                b.store(_fma(b, scales, part, b.load(totals[row])), totals[row])
+                at = plus(b, plus(b, x, loop.index, 128), b.mul(x_stride, ir.Constant(I64, row)))
+                part = b.fmul(low, load(b, at, V16))
+                part = fma(b, high, load(b, plus(b, at, 64), V16), part)
+                b.store(fma(b, scales, part, b.load(totals[row])), totals[row])
                 if minimum is not None:
-                    at = _plus(b, _plus(b, sums, loop.index, 4), b.mul(sums_stride, ir.Constant(I64, row)))
-                    b.store(_fma(b, minimum, _load(b, at, F32), b.load(minima[row])), minima[row])
+                    at = plus(b, plus(b, sums, loop.index, 4), b.mul(sums_stride, ir.Constant(I64, row)))
+                    b.store(fma(b, minimum, load(b, at, F32), b.load(minima[row])), minima[row])
         for row in range(rows):
-            _store(b, b.fadd(_sum(b, b.load(totals[row])), b.load(minima[row])), _plus(b, out, 4 * row))
+            store(b, b.fadd(sum_of(b, b.load(totals[row])), b.load(minima[row])), plus(b, out, 4 * row))
 
     return dot
 
 
 def _dequantise(fmt: int) -> Any:
-    @_emits("iii")
+    @emits("iii")
     def dequantise(b: Any, blocks: Value, groups: Value, out: Value) -> None:
         """A weight row as float32."""
         with cgutils.for_range(b, groups, intp=I64) as loop:
-            scale, minimum, *codes = _block(b, _plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
+            scale, minimum, *codes = _block(b, plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
             for i, part in enumerate(codes):
-                value = b.fmul(_splat(b, scale, 16), part)
+                value = b.fmul(splat(b, scale, 16), part)
                 if minimum is not None:
-                    value = b.fadd(value, _splat(b, minimum, 16))
-                _store(b, value, _plus(b, _plus(b, out, loop.index, 128), 64 * i))
+                    value = b.fadd(value, splat(b, minimum, 16))
+                store(b, value, plus(b, plus(b, out, loop.index, 128), 64 * i))
 
     return dequantise
-
-
-def _load_kv(b: Any, address: Value, kind: int) -> Value:
-    if kind == FP32:
-        return _load(b, address, V8)
-    if kind == FP16:
-        return b.fpext(_load(b, address, ir.VectorType(F16, 8)), V8)
-    ints = ir.VectorType(I32, 8)
-    return b.bitcast(b.shl(b.zext(_load(b, address, ir.VectorType(I16, 8)), ints), _constant(16, ints)), V8)
-
-
-def _scores(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
-
-    @_emits("iiiiiif")
-    def scores(
-        b: Any, out: Value, q: Value, keys: Value, count: Value, stride: Value, dim: Value, scale: Value
-    ) -> None:
-        """out[i] = scale * q · key i, for `count` keys `stride` bytes apart; `dim` is a multiple of 8."""
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            key = b.add(keys, b.mul(loop.index, stride))
-            total = _variable(b, _constant(0.0, V8))
-            b.store(_constant(0.0, V8), total)
-            with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-                value = _load_kv(b, _plus(b, key, part.index, 8 * size), kind)
-                b.store(_fma(b, _load(b, _plus(b, q, part.index, 32), V8), value, b.load(total)), total)
-            _store(b, b.fmul(_sum(b, b.load(total)), scale), _plus(b, out, loop.index, 4))
-
-    return scores
-
-
-def _accumulate(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
-
-    @_emits("iiiiii")
-    def accumulate(b: Any, out: Value, weights: Value, rows: Value, count: Value, stride: Value, dim: Value) -> None:
-        """out[dim] += sum of weights[i] * value i."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            place = _plus(b, out, part.index, 32)
-            total = _variable(b, _constant(0.0, V8))
-            b.store(_load(b, place, V8), total)
-            with cgutils.for_range(b, count, intp=I64) as loop:
-                row = b.add(rows, b.mul(loop.index, stride))
-                weight = _splat(b, _load(b, _plus(b, weights, loop.index, 4), F32), 8)
-                value = _load_kv(b, _plus(b, row, part.index, 8 * size), kind)
-                b.store(_fma(b, weight, value, b.load(total)), total)
-            _store(b, b.load(total), place)
-
-    return accumulate
-
-
-def _round_bf16(b: Any, value: Value) -> Value:
-    """To the nearest, ties to even; NaN stays NaN."""
-    ints = ir.VectorType(I32, 8)
-    bits = b.bitcast(value, ints)
-    odd = b.and_(b.lshr(bits, _constant(16, ints)), _constant(1, ints))
-    rounded = b.lshr(b.add(bits, b.add(odd, _constant(0x7FFF, ints))), _constant(16, ints))
-    nan = b.fcmp_unordered("uno", value, value)
-    return b.trunc(b.select(nan, _constant(0x7FC0, ints), rounded), ir.VectorType(I16, 8))
-
-
-def _save(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
-
-    @_emits("iii")
-    def save(b: Any, out: Value, values: Value, dim: Value) -> None:
-        """float32 `values` into a cache row."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            value = _load(b, _plus(b, values, part.index, 32), V8)
-            if kind == FP16:
-                value = b.fptrunc(value, ir.VectorType(F16, 8))
-            elif kind == BF16:
-                value = _round_bf16(b, value)
-            _store(b, value, _plus(b, out, part.index, 8 * size))
-
-    return save
 
 
 # exp(r) for |r| <= ln(2) / 2, Taylor terms from the highest; the error stays below 2e-7 of the value.
 _EXP_TERMS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 
-@_emits("iif", types.float32)
+@emits("iif", types.float32)
 def exp_sum(b: Any, values: Value, count: Value, largest: Value) -> Value:
     """values[i] = exp(values[i] - largest) in place, `count` a multiple of 8; returns their sum. NaN stays NaN."""
     ints = ir.VectorType(I32, 8)
-    total = _variable(b, _constant(0.0, V8))
+    total = variable(b, constant(0.0, V8))
     floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(V8, [V8]), "llvm.floor.v8f32")
     with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
-        place = _plus(b, values, loop.index, 32)
-        x = b.fsub(_load(b, place, V8), _splat(b, largest, 8))
-        tiny = b.fcmp_ordered("<", x, _constant(-87.0, V8))
-        x = b.select(tiny, _constant(-87.0, V8), x)
-        turns = b.call(floor, (_fma(b, x, _constant(1.4426950408889634, V8), _constant(0.5, V8)),))
-        rest = _fma(b, turns, _constant(-0.693359375, V8), x)
-        rest = _fma(b, turns, _constant(2.12194440e-4, V8), rest)
-        value = _constant(_EXP_TERMS[0], V8)
+        place = plus(b, values, loop.index, 32)
+        x = b.fsub(load(b, place, V8), splat(b, largest, 8))
+        tiny = b.fcmp_ordered("<", x, constant(-87.0, V8))
+        x = b.select(tiny, constant(-87.0, V8), x)
+        turns = b.call(floor, (fma(b, x, constant(1.4426950408889634, V8), constant(0.5, V8)),))
+        rest = fma(b, turns, constant(-0.693359375, V8), x)
+        rest = fma(b, turns, constant(2.12194440e-4, V8), rest)
+        value = constant(_EXP_TERMS[0], V8)
         for term in _EXP_TERMS[1:]:
-            value = _fma(b, value, rest, _constant(term, V8))
-        power = b.shl(b.add(b.fptosi(turns, ints), _constant(127, ints)), _constant(23, ints))
-        value = b.select(tiny, _constant(0.0, V8), b.fmul(value, b.bitcast(power, V8)))
-        _store(b, value, place)
+            value = fma(b, value, rest, constant(term, V8))
+        power = b.shl(b.add(b.fptosi(turns, ints), constant(127, ints)), constant(23, ints))
+        value = b.select(tiny, constant(0.0, V8), b.fmul(value, b.bitcast(power, V8)))
+        store(b, value, place)
         b.store(b.fadd(b.load(total), value), total)
-    return _sum(b, b.load(total))
+    return sum_of(b, b.load(total))
 
 
-@_emits("ii", types.int64)
+@emits("ii", types.int64)
 def word(b: Any, address: Value, index: Value) -> Value:
     """int64 number `index` at an address."""
-    return _load(b, _plus(b, address, index, 8), I64, 8)
+    return load(b, plus(b, address, index, 8), I64, 8)
 
 
-@_emits("ii", types.int64)
+@emits("ii", types.int64)
 def word32(b: Any, address: Value, index: Value) -> Value:
     """int32 number `index` at an address."""
-    return b.sext(_load(b, _plus(b, address, index, 4), I32, 4), I64)
+    return b.sext(load(b, plus(b, address, index, 4), I32, 4), I64)
 
 
-@_emits("ii", types.float32)
+@emits("ii", types.float32)
 def get(b: Any, address: Value, index: Value) -> Value:
     """float32 number `index` at an address."""
-    return _load(b, _plus(b, address, index, 4), F32, 4)
+    return load(b, plus(b, address, index, 4), F32, 4)
 
 
-@_emits("iif")
+@emits("iif")
 def put(b: Any, address: Value, index: Value, value: Value) -> None:
-    _store(b, value, _plus(b, address, index, 4), 4)
+    store(b, value, plus(b, address, index, 4), 4)
 
 
-@_emits("ii", types.int64)
+@emits("ii", types.int64)
 def fetch_add(b: Any, address: Value, amount: Value) -> Value:
     return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
 
 
-@_emits("i", types.int64)
+@emits("i", types.int64)
 def load_acquire(b: Any, address: Value) -> Value:
     return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@_emits("i")
+@emits("i")
 def pause(b: Any, ignored: Value) -> None:
     """Tell the processor that a loop waits."""
     if platform.machine().lower() in ("x86_64", "amd64"):
@@ -294,7 +214,7 @@ def pause(b: Any, ignored: Value) -> None:
 
 
 def _call(arguments: int) -> Any:
-    @_emits("i" * (arguments + 1), types.int64)
+    @emits("i" * (arguments + 1), types.int64)
     def call(b: Any, address: Value, *values: Value) -> Value:
         kind = ir.FunctionType(I64, [I64] * arguments)
         return b.call(b.inttoptr(address, kind.as_pointer()), values)
@@ -306,6 +226,3 @@ call_2, call_3, call_5, call_7, call_10 = (_call(n) for n in (2, 3, 5, 7, 10))
 dot_q4_0, dot_q4_1, dot_q8_0 = (_dot(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
 tile_q4_0, tile_q4_1, tile_q8_0 = (_dot(fmt, ROW_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
 row_q4_0, row_q4_1, row_q8_0 = (_dequantise(fmt) for fmt in (Q4_0, Q4_1, Q8_0))
-scores_fp32, scores_fp16, scores_bf16 = (_scores(kind) for kind in (FP32, FP16, BF16))
-accumulate_fp32, accumulate_fp16, accumulate_bf16 = (_accumulate(kind) for kind in (FP32, FP16, BF16))
-save_fp32, save_fp16, save_bf16 = (_save(kind) for kind in (FP32, FP16, BF16))

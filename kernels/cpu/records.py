@@ -9,6 +9,7 @@ TASK_WEIGHTS = 32768  # weights that one task of a product takes, about
 SPLIT = 128  # cached positions that one task of attention takes
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
 PHASES = 8  # of a layer
+UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind SCORES
 
 # A matrix: its blocks, their format, bytes and blocks of a row, rows, float32 bias (0: none), float32 factor, and the
 # address of the kernel that multiplies its rows.
@@ -33,8 +34,10 @@ BLOCK_SUMS, NORMALISE, PRODUCT, GATED, STORE, ATTENTION, ATTEND, COMBINE, FUNCTI
 (SCRATCH, SCRATCH_BYTES, SUMS, DOTS, SCORES, ANGLES) = range(10, 16)
 # int64 [TOKENS] positions, slots, rows of the block tables; int32 tables.
 (POSITIONS, SLOTS, SEQUENCES, TABLES, TABLE_WIDTH) = range(16, 21)
-# The cache: int64 addresses of extents, blocks [layers, 2, block size, KV heads, dim] in each.
-(EXTENTS, EXTENT_BLOCKS, BLOCK_SIZE, KV_KIND, STEP_WORDS) = range(21, 26)
+# The cache: int64 addresses of extents, blocks [layers, 2, block size, KV heads, HEAD_BYTES] in each, and of extents of
+# their scales, [layers, SCALE_PLANES, block size, KV heads, SCALE_BYTES]; float32 BALANCE [layers, KV heads] or 0.
+(EXTENTS, EXTENT_BLOCKS, BLOCK_SIZE, KV_KIND, HEAD_BYTES) = range(21, 26)
+(SCALE_EXTENTS, SCALE_PLANES, SCALE_BYTES, BALANCE, STEP_WORDS) = range(26, 31)
 
 
 def padded(columns: int) -> int:

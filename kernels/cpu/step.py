@@ -10,15 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import ir as cpu_ir
+from kernels.cpu import kv_ir
 from kernels.cpu import records as rec
 from kernels.cpu.blocks import MAX_ROWS, BlockLinear, Words, padded_rows
 from kernels.cpu.decode import FUNCTIONS, decode
 from kernels.cpu.team import team
 from kernels.interface import BatchMetadata, PagedStore
+from kernels.kv_format import KV_FORMATS
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-_KINDS = {torch.float32: cpu_ir.FP32, torch.float16: cpu_ir.FP16, torch.bfloat16: cpu_ir.BF16}
+_KINDS = {
+    "fp32": kv_ir.FP32,
+    "fp16": kv_ir.FP16,
+    "bf16": kv_ir.BF16,
+    "int8": kv_ir.INT8,
+    "fp8": kv_ir.FP8,
+    "int4": kv_ir.INT4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,21 @@ class FusedLayers:
             tables.data_ptr(),
             tables.shape[1],
         )
+        scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
+        fmt, balance = KV_FORMATS[store.kv_format], store.balance
         step[rec.EXTENTS :] = (
             extents.ctypes.data,
             store.blocks_per_extent,
             sample.shape[3],
-            _KINDS[sample.dtype],
+            _KINDS[fmt.name],
+            fmt.data_width(self._dim) * fmt.dtype.itemsize,
+            scales.ctypes.data,
+            fmt.scale_planes,
+            fmt.scale_width(self._dim) * fmt.scale_dtype.itemsize,
+            0 if balance is None else balance.data_ptr(),
         )
-        alive = (step, buffers, sequences, extents, tuple(store.extents), meta, self)
+        kept = (tuple(store.extents), tuple(store.scale_extents), balance)
+        alive = (step, buffers, sequences, extents, scales, kept, meta, self)
         team().run(decode, len(self._layers) * rec.PHASES, (step.ctypes.data,), alive)
         return torch.from_numpy(buffers.out[:count, : self._hidden].copy())
 
@@ -139,7 +155,7 @@ class FusedLayers:
             widest,
             widest // 32,
             rows * (max(rec.task_rows(n) for n in columns) + 1),
-            self._group * rec.SPLIT,
+            self._group * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
             rows * self._dim,
         )
         offsets = np.cumsum((0, *sizes))

@@ -76,6 +76,7 @@ class _Attention:
 
     def __init__(self, heads: Heads, eps: float, store: PagedStore, meta: BatchMetadata, dtype: torch.dtype) -> None:
         self._heads, self._eps, self._meta = heads, eps, meta
+        self._balance = store.balance
         self._cache = (
             store.kv_format,
             store.blocks_per_extent,
@@ -97,9 +98,10 @@ class _Attention:
         """qkv [T, (H + 2 KV) * D] -> [T, H * D]."""
         heads, meta = self._heads, self._meta
         kv_format, *extents = self._cache
+        balance = None if self._balance is None else self._balance[index]
         store_kv(
             qkv, meta.positions, meta.slot_mapping, heads.inv_freq, heads.rope_scale, layer.q_norm, layer.k_norm,
-            self._eps, None, False, kv_format, index, *extents, self._q,
+            self._eps, balance, False, kv_format, index, *extents, self._q,
         )  # fmt: skip
         scale = heads.head_dim**-0.5
         if self._partials:

@@ -6,6 +6,7 @@ once per step (`AttentionPlan`) and serve all layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.interface import BatchMetadata, PagedStore
+from kernels.kv_format import KV_FORMATS, KVFormat
+from kernels.reference.kv_codes import decode, encode
 
 # Gathered K and V of one layer for this many bytes at most, unless a single sequence needs more.
 GATHER_BYTES = 64 * 2**20
@@ -79,10 +82,12 @@ class _SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """Sequences whose K and V are gathered together. `gathered` has the cache's dtype, `computed` the model's."""
+    """Sequences whose K and V are gathered together: `gathered` as the cache keeps them, with their scales where it
+    has some, `computed` in the dtype of attention."""
 
     gathers: tuple[tuple[_Rows, Tensor], ...]
     gathered: Tensor
+    scales: Tensor | None
     computed: Tensor
     sequences: tuple[_SequenceView, ...]
 
@@ -92,27 +97,42 @@ class AttentionPlan:
     """Where this step's K and V go and what each sequence reads; built once, used by every layer."""
 
     stores: tuple[_Rows, ...]
+    scale_stores: tuple[_Rows, ...]
     waves: tuple[_Wave, ...]
+    format: KVFormat
+    balance: Tensor | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
-def plan_attention(meta: BatchMetadata, store: PagedStore, num_heads: int, dtype: torch.dtype) -> AttentionPlan:
+def plan_attention(
+    meta: BatchMetadata, store: PagedStore, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> AttentionPlan:
     """Prepare `store_kv` and `attention` for one step; `dtype` is what attention computes in."""
-    _, _, _, block_size, num_kv_heads, head_dim = store.extents[0].shape
+    _, _, _, block_size, num_kv_heads, _ = store.extents[0].shape
     counts = [-(-length // block_size) for length in meta.context_lens_host]
     tables = [row[:count] for row, count in zip(meta.block_tables.tolist(), counts, strict=True)]
     token_bytes = 2 * num_kv_heads * head_dim * 4
+    heads = (num_heads, head_dim)
     waves, first, size, query = [], 0, 0, 0
     starts = [query := query + n for n in (0, *meta.query_lens)]
     for i, count in enumerate(counts):
         if size and (size + count) * block_size * token_bytes > GATHER_BYTES:
-            waves.append(_plan_wave(meta, store, range(first, i), tables, starts, num_heads, dtype))
+            waves.append(_plan_wave(meta, store, range(first, i), tables, starts, heads, dtype))
             first, size = i, 0
         size += count
-    waves.append(_plan_wave(meta, store, range(first, len(counts)), tables, starts, num_heads, dtype))
-    return AttentionPlan(_plan_stores(meta.slot_mapping, store), tuple(waves), num_heads, num_kv_heads, head_dim)
+    waves.append(_plan_wave(meta, store, range(first, len(counts)), tables, starts, heads, dtype))
+    return AttentionPlan(
+        stores=_plan_stores(meta.slot_mapping, store.extents, store.blocks_per_extent),
+        scale_stores=_plan_stores(meta.slot_mapping, store.scale_extents, store.blocks_per_extent),
+        waves=tuple(waves),
+        format=KV_FORMATS[store.kv_format],
+        balance=store.balance,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
 
 
 def _layer_indices(base: Tensor, step: int, num_layers: int) -> tuple[Tensor, ...]:
@@ -120,21 +140,28 @@ def _layer_indices(base: Tensor, step: int, num_layers: int) -> tuple[Tensor, ..
     return (base + offsets[:, None]).unbind(0)
 
 
-def _plan_stores(slots: Tensor, store: PagedStore) -> tuple[_Rows, ...]:
-    """Rows [blocks * layers * 2 * block_size, KV * D] that take K and V of each token, alternating K, V."""
-    _, num_layers, _, block_size, num_kv_heads, head_dim = store.extents[0].shape
+def _as_rows(extent: Tensor, width: int) -> Tensor:
+    """[rows, width]; numbers of one byte as uint8, because torch does not index all of them."""
+    return (extent.view(torch.uint8) if extent.itemsize == 1 else extent).view(-1, width)
+
+
+def _plan_stores(slots: Tensor, extents: Sequence[Tensor], per_extent: int) -> tuple[_Rows, ...]:
+    """Rows [blocks * layers * kinds * block_size, KV * width] of each token, its kinds (K, V or scales) in a row."""
+    if not extents:
+        return ()
+    _, num_layers, kinds, block_size, num_kv_heads, width = extents[0].shape
     blocks = slots // block_size
-    owners = blocks // store.blocks_per_extent
-    used = owners.unique().tolist() if len(store.extents) > 1 else [0]
+    owners = blocks // per_extent
+    used = owners.unique().tolist() if len(extents) > 1 else [0]
     stores = []
     for extent in used:
         chosen = (owners == extent).nonzero().view(-1) if len(used) > 1 else None
         local, own_slots = (blocks, slots) if chosen is None else (blocks[chosen], slots[chosen])
-        local = local - extent * store.blocks_per_extent
-        base = local * (2 * num_layers * block_size) + own_slots % block_size
-        pair = torch.stack((base, base + block_size), dim=-1).view(-1)
-        rows = store.extents[extent].view(-1, num_kv_heads * head_dim)
-        stores.append(_Rows(rows, _layer_indices(pair, 2 * block_size, num_layers), chosen))
+        local = local - extent * per_extent
+        base = local * (kinds * num_layers * block_size) + own_slots % block_size
+        each = torch.stack([base + kind * block_size for kind in range(kinds)], dim=-1).view(-1)
+        rows = _as_rows(extents[extent], num_kv_heads * width)
+        stores.append(_Rows(rows, _layer_indices(each, kinds * block_size, num_layers), chosen))
     return tuple(stores)
 
 
@@ -144,16 +171,28 @@ def _plan_wave(
     members: range,
     tables: list[list[int]],
     starts: list[int],
-    num_heads: int,
+    heads: tuple[int, int],
     dtype: torch.dtype,
 ) -> _Wave:
     extent = store.extents[0]
-    _, num_layers, _, block_size, num_kv_heads, head_dim = extent.shape
+    (num_heads, head_dim), (_, _, _, block_size, num_kv_heads, _) = heads, extent.shape
     blocks = [block for i in members for block in tables[i]]
-    shape = (2, len(blocks), block_size * num_kv_heads * head_dim)
-    gathered = store.workspace("gathered", shape, extent.dtype)
-    computed = gathered if extent.dtype == dtype else store.workspace("computed", shape, dtype)
-    keys, values = computed.view(2, -1, num_kv_heads, head_dim).transpose(1, 2)
+
+    def gathered(name: str, extents: Sequence[Tensor]) -> Tensor:
+        """A place [kinds, tokens, KV, width] for the members' blocks."""
+        kinds, width = extents[0].shape[2], extents[0].shape[-1]
+        return store.workspace(name, (kinds, len(blocks) * block_size, num_kv_heads, width), extents[0].dtype)
+
+    data = gathered("gathered", store.extents)
+    gathers = _plan_gathers(blocks, store.extents, store.blocks_per_extent, data)
+    scales = None
+    if store.scale_extents:
+        scales = gathered("scales", store.scale_extents)
+        gathers += _plan_gathers(blocks, store.scale_extents, store.blocks_per_extent, scales)
+    computed = data
+    if extent.dtype != dtype:
+        computed = store.workspace("computed", (2, len(blocks) * block_size, num_kv_heads, head_dim), dtype)
+    keys, values = computed.transpose(1, 2)
     sequences, offset = [], 0
     for i in members:
         context = meta.context_lens_host[i]
@@ -161,31 +200,34 @@ def _plan_wave(
         mask = _causal_mask(meta.query_lens[i], context, num_heads // num_kv_heads, dtype, extent.device)
         sequences.append(_SequenceView(starts[i], starts[i + 1], keys[:, span].transpose(1, 2), values[:, span], mask))
         offset += len(tables[i]) * block_size
-    return _Wave(_plan_gathers(blocks, store, gathered, num_layers), gathered, computed, tuple(sequences))
+    return _Wave(gathers, data, scales, computed, tuple(sequences))
 
 
 def _plan_gathers(
-    blocks: list[int], store: PagedStore, gathered: Tensor, num_layers: int
+    blocks: list[int], extents: Sequence[Tensor], per_extent: int, gathered: Tensor
 ) -> tuple[tuple[_Rows, Tensor], ...]:
-    """One gather for K and V together where all blocks lie in one extent, else two per run of blocks in an extent."""
-    per_extent, device = store.blocks_per_extent, gathered.device
+    """One gather for all kinds together where all blocks lie in one extent, else one per kind and run of blocks in an
+    extent."""
+    _, num_layers, kinds, *block = extents[0].shape
+    width, device = math.prod(block), gathered.device
+    place = _as_rows(gathered, width).view(kinds, len(blocks), width)
     gathers: list[tuple[_Rows, Tensor]] = []
 
-    def add(extent: int, ids: list[int], kinds: tuple[int, ...], out: Tensor) -> None:
-        base = torch.tensor(ids, device=device) % per_extent * (2 * num_layers)
-        index = torch.cat([base + kind for kind in kinds])
-        rows = store.extents[extent].view(-1, gathered.shape[-1])
-        gathers.append((_Rows(rows, _layer_indices(index, 2, num_layers), None), out))
+    def add(extent: int, ids: list[int], which: Sequence[int], out: Tensor) -> None:
+        base = torch.tensor(ids, device=device) % per_extent * (kinds * num_layers)
+        index = torch.cat([base + kind for kind in which])
+        rows = _as_rows(extents[extent], width)
+        gathers.append((_Rows(rows, _layer_indices(index, kinds, num_layers), None), out))
 
-    owners = [block // per_extent for block in blocks]
+    owners = [block_id // per_extent for block_id in blocks]
     if len(set(owners)) == 1:
-        add(owners[0], blocks, (0, 1), gathered.view(-1, gathered.shape[-1]))
+        add(owners[0], blocks, range(kinds), place.view(-1, width))
         return tuple(gathers)
     start = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or owners[end] != owners[start]:
-            for kind in (0, 1):
-                add(owners[start], blocks[start:end], (kind,), gathered[kind, start:end])
+            for kind in range(kinds):
+                add(owners[start], blocks[start:end], (kind,), place[kind, start:end])
             start = end
     return tuple(gathers)
 
@@ -200,9 +242,24 @@ def _causal_mask(queries: int, context: int, groups: int, dtype: torch.dtype, de
 
 def store_kv(plan: AttentionPlan, layer: int, kv: Tensor) -> None:
     """Write kv [T, 2 * KV, D] (all K heads, then all V heads of a token) into the tokens' slots of one layer."""
-    for target in plan.stores:
-        chosen = kv if target.batch_rows is None else kv[target.batch_rows]
-        target.rows.index_copy_(0, target.index[layer], chosen.reshape(-1, target.rows.shape[1]).to(target.rows.dtype))
+    kinds = kv.view(kv.shape[0], 2, plan.num_kv_heads, -1)
+    if plan.balance is not None:
+        kinds = torch.stack((kinds[:, 0] / plan.balance[layer, :, None].to(kv.dtype), kinds[:, 1]), 1)
+    if plan.format.bits >= 16:
+        _scatter(plan.stores, layer, kinds)
+        return
+    data, scales = encode(plan.format, kinds.transpose(0, 1))
+    _scatter(plan.stores, layer, data.transpose(0, 1))
+    if scales is not None:
+        _scatter(plan.scale_stores, layer, scales.transpose(0, 1))
+
+
+def _scatter(stores: tuple[_Rows, ...], layer: int, values: Tensor) -> None:
+    """values [T, kinds, KV, width] into the tokens' rows."""
+    for target in stores:
+        chosen = values if target.batch_rows is None else values[target.batch_rows]
+        rows = _as_rows(chosen.contiguous(), target.rows.shape[1])
+        target.rows.index_copy_(0, target.index[layer], rows.to(target.rows.dtype))
 
 
 def attention(plan: AttentionPlan, layer: int, q: Tensor, scale: float) -> Tensor:
@@ -211,11 +268,14 @@ def attention(plan: AttentionPlan, layer: int, q: Tensor, scale: float) -> Tenso
     Slots past a sequence's context and blocks of others are never part of a sum: they may hold anything, NaN too.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if plan.balance is not None:
+        q = q * plan.balance[layer].repeat_interleave(plan.num_heads // plan.num_kv_heads)[:, None].to(q.dtype)
     for wave in plan.waves:
         for source, target in wave.gathers:
             torch.index_select(source.rows, 0, source.index[layer], out=target)
         if wave.computed is not wave.gathered:
-            wave.computed.copy_(wave.gathered)
+            values = wave.gathered if wave.scales is None else decode(plan.format, wave.gathered, wave.scales)
+            wave.computed.copy_(values)
         for seq in wave.sequences:
             if seq.mask is None:
                 _decode(plan, seq, q, out, scale)

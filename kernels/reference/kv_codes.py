@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.kv_format import INT4_GROUP
+from kernels.kv_format import INT4_GROUP, KVFormat
 
 FP8_MAX = 448.0
 
@@ -58,6 +58,18 @@ def quantise_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantise_fp8(x: Tensor) -> Tensor:
-    """float8_e4m3fn [..., D] -> float32 [..., D]."""
-    return x.float()
+def encode(fmt: KVFormat, keys_values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """K and V [2, ..., D] as `fmt` keeps them: data [2, ..., data width], scales [planes, ..., scale width] or None."""
+    if fmt.name == "int8":
+        keys, values, scale = quantise_int8(keys_values[0], keys_values[1])
+        return torch.stack((keys, values)), scale[None]
+    if fmt.name == "int4":
+        return quantise_int4(keys_values)
+    return (quantise_fp8(keys_values) if fmt.name == "fp8" else keys_values.to(fmt.dtype)), None
+
+
+def decode(fmt: KVFormat, data: Tensor, scales: Tensor | None) -> Tensor:
+    """The inverse of `encode`: float32 [2, ..., D]."""
+    if scales is None:
+        return data.float()
+    return dequantise_int8(data, scales) if fmt.name == "int8" else dequantise_int4(data, scales)

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.kv_format import KV_FORMATS
 from kernels.reference.kv_codes import (
-    dequantise_fp8,
+    decode,
     dequantise_int4,
     dequantise_int8,
+    encode,
     quantise_fp8,
     quantise_int4,
     quantise_int8,
@@ -22,7 +24,6 @@ from kernels.reference.kv_codes import (
 from kernels.reference.paged_checks import CacheGeometry, check_decode, check_prefill, check_store
 
 __all__ = [
-    "dequantise_fp8",
     "dequantise_int4",
     "dequantise_int8",
     "paged_decode",
@@ -98,20 +99,10 @@ def store_kv(
 
 def _write(kv_format: str, k: Tensor, v: Tensor, data: Tensor, scales: Tensor | None) -> None:
     """k, v [KV, D] into data [2, KV, width] and scales [planes, KV, scale_width] of one slot."""
-    if scales is None:
-        write = quantise_fp8 if kv_format == "fp8" else torch.Tensor.float
-        data[0].copy_(write(k))
-        data[1].copy_(write(v))
-    elif kv_format == "int8":
-        codes_k, codes_v, scale = quantise_int8(k, v)
-        data[0].copy_(codes_k)
-        data[1].copy_(codes_v)
-        scales[0].copy_(scale)
-    else:
-        for kind, x in enumerate((k, v)):
-            packed, both = quantise_int4(x)
-            data[kind].copy_(packed)
-            scales[kind].copy_(both)
+    codes, code_scales = encode(KV_FORMATS[kv_format], torch.stack((k, v)))
+    data.copy_(codes)
+    if scales is not None and code_scales is not None:
+        scales.copy_(code_scales)
 
 
 def read_tokens(
@@ -131,14 +122,9 @@ def read_tokens(
         length = min(block_size, count - i * block_size)
         data = data_extents[extent][local, layer, :, :length]
         scales = scale_extents[extent][local, layer, :, :length] if scale_extents else None
-        if kv_format == "int8":
-            assert scales is not None
-            data = dequantise_int8(data, scales)
-        elif kv_format == "int4":
-            assert scales is not None
-            data = dequantise_int4(data, scales)
-        keys.append(data[0].float())
-        values.append(data[1].float())
+        k, v = decode(KV_FORMATS[kv_format], data, scales)
+        keys.append(k)
+        values.append(v)
     return torch.cat(keys), torch.cat(values)
 
 

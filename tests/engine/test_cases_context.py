@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
-from engine.loader import KV_DTYPES
 from engine.memory_plan import kv_bytes, kv_bytes_per_token
+from kernels.kv_format import KV_FORMATS
 from tests.support.chats import BLOCK, GREEDY, TinyChat, finished, tiny_chat
 from ui.api.routes import build_api
 
@@ -149,15 +149,16 @@ def test_no_tokens_at_all_is_refused_everywhere(tmp_path, max_tokens):
 # -- what a context costs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
 @pytest.mark.parametrize("tokens", [100, 1000, 4096, 10_000, 32768, 131072])
 def test_the_memory_estimate_is_what_is_allocated(kv_format, tokens):
     """C22: the estimate for a long context was far from the real use. 16 layers, 8 KV heads, head size 64."""
-    spec = KVCacheSpec(16, 8, 64, block_size=16, dtype=KV_DTYPES[kv_format])
+    spec = KVCacheSpec(16, 8, 64, block_size=16, format=KV_FORMATS[kv_format])
     assert spec.bytes_per_token == kv_bytes_per_token(16, 8, 64, kv_format)
     cache = KVCache(spec, torch.device("meta"), fitting_extent_bytes(spec, tokens))
     cache.grow(-(-tokens // 16) + 1)
-    assert cache.reserved_bytes == sum(extent.nbytes for extent in cache.extents) >= tokens * spec.bytes_per_token
+    extents = (*cache.extents, *cache.scale_extents)
+    assert cache.reserved_bytes == sum(extent.nbytes for extent in extents) >= tokens * spec.bytes_per_token
     assert kv_bytes(tokens, spec.bytes_per_token, 16) == pytest.approx(cache.reserved_bytes, rel=0.05)
     assert max(extent.nbytes for extent in cache.extents) < 1.6 * EXTENT_BYTES
 

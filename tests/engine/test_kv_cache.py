@@ -5,19 +5,21 @@ import torch
 
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.spec import KVCacheSpec
+from kernels.kv_format import KV_FORMATS
+from tests.support.paged_cache import encode
 
 CPU = torch.device("cpu")
 
 
-def make_cache(dtype=torch.float32, blocks_per_extent=3):
-    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=dtype)
+def make_cache(kv_format="fp32", blocks_per_extent=3):
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, format=KV_FORMATS[kv_format])
     return KVCache(spec, CPU, extent_bytes=blocks_per_extent * spec.block_bytes)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)])
-def test_size_of_a_token(dtype, size):
+@pytest.mark.parametrize(("kv_format", "size"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("fp8", 1)])
+def test_size_of_a_token(kv_format, size):
     """The published figure: 16 layers, 8 KV heads of 64 in fp16 are 32 KiB a token."""
-    spec = KVCacheSpec(num_layers=16, num_kv_heads=8, head_dim=64, block_size=16, dtype=dtype)
+    spec = KVCacheSpec(num_layers=16, num_kv_heads=8, head_dim=64, block_size=16, format=KV_FORMATS[kv_format])
     assert spec.bytes_per_token == 2 * 16 * 8 * 64 * size
     assert spec.block_bytes == 16 * spec.bytes_per_token
     if size == 2:
@@ -47,30 +49,39 @@ def test_shrink_gives_back_whole_extents_only(blocks, left):
     assert cache.capacity_blocks == left
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_read_follows_the_block_table(dtype):
-    cache = make_cache(dtype)
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_read_follows_the_block_table(kv_format, tensor):
+    cache = make_cache(kv_format)
     cache.grow(9)
-    for extent in cache.extents:
-        extent.fill_(float("nan"))
-    table = [8, 1, 5]
+    cache.balance = torch.tensor([[1.0, 1.0], [4.0, 1.0]])
+    table, expected = [8, 1, 5], []
     for position in range(10):
-        block = table[position // 4]
-        cache.extents[block // 3][block % 3, 1, 1, position % 4, 0] = position
-    rows = cache.read(table, layer=1, head=0, tensor="v", start=2, count=8)
+        extent, block = divmod(table[position // 4], 3)
+        scales = cache.scale_extents[extent][block, 1, :, position % 4] if cache.scale_extents else None
+        k, v = (torch.full((2, 4), float(position)) + torch.arange(4) + shift for shift in (0, 100))
+        read = encode(kv_format, k, v, cache.extents[extent][block, 1, :, position % 4], scales)
+        expected.append(read[0][0] * 4 if tensor == "k" else read[1][0])
+    rows = cache.read(table, layer=1, head=0, tensor=tensor, start=2, count=8)
     assert rows.dtype == torch.float32
-    assert rows.tolist() == [[float(position)] * 4 for position in range(2, 10)]
+    assert torch.equal(rows, torch.stack(expected[2:]).float())
     assert cache.read(table, 0, 0, "k", 0, 0).shape == (0, 4)
 
 
-def test_copied_blocks_are_equal_in_all_layers():
-    cache = make_cache()
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
+def test_copied_blocks_are_equal_in_all_layers(kv_format):
+    """Scales go with their codes."""
+    cache = make_cache(kv_format)
     cache.grow(9)
-    for extent in cache.extents:
-        extent.copy_(torch.randn(extent.shape, generator=torch.Generator().manual_seed(0)))
-    expected = cache.extents[0][1].clone()
+    for extents in (cache.extents, cache.scale_extents):
+        for extent in extents:
+            extent.copy_(torch.randn(extent.shape, generator=torch.Generator().manual_seed(0)) * 9)
     cache.copy_blocks([(1, 8)])
-    assert torch.equal(cache.extents[2][2], expected)
+    for extents in (cache.extents, cache.scale_extents):
+        assert not extents or torch.equal(extents[2][2], extents[0][1])
+    assert len(cache.scale_extents) == (0 if kv_format == "fp32" else 3)
+    cache.shrink(4)
+    assert [len(extents) for extents in (cache.extents, cache.scale_extents)] == [2, len(cache.scale_extents)]
 
 
 def test_workspace_is_reused_and_counted():

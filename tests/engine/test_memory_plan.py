@@ -25,6 +25,7 @@ from engine.models.layers import pick_format
 from engine.models.registry import load_model, read_config
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
+from kernels.kv_format import KV_FORMATS
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
 
 MIB = 2**20
@@ -49,10 +50,9 @@ def test_kv_bytes_of_a_known_shape(kv_format, per_token, tokens):
     assert exact == {4096: 128 * MIB, 32768: 1024 * MIB}[tokens] * (per_token // 32768)
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
 def test_prediction_and_allocation_agree(kv_format):
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[kv_format]
-    spec = KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
+    spec = KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, format=KV_FORMATS[kv_format])
     cache = KVCache(spec, torch.device("cpu"), extent_bytes=MIB)
     tokens = 20_000
     cache.grow(-(-tokens // 16) + 1)

@@ -8,6 +8,7 @@ import torch
 
 from engine.errors import ModelFileError
 from engine.models.registry import load_model
+from kernels.kv_format import KV_FORMATS
 from tests.support.batches import make_cache, make_metadata
 from tests.support.tiny_models import KINDS, VOCAB, save_gguf, save_safetensors, tiny_model
 
@@ -64,15 +65,15 @@ def test_mixed_batch_equals_sequences_alone(reference, loaded):
     assert (loaded.forward(batch, cache, make_metadata(items)) - wanted).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_cache_costs_no_more_than_its_rounding(reference, loaded, dtype):
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16"])
+def test_sixteen_bit_cache_costs_no_more_than_its_rounding(reference, loaded, kv_format):
     """Bound: twice the error of transformers' logits when K and V are rounded alike, estimated by one-go vs fp32."""
     _, _, ids, expected = reference
-    cache = make_cache(loaded, dtype=dtype)
+    cache = make_cache(loaded, kv_format=kv_format)
     meta = make_metadata([(0, LENGTH, shuffled_table(40))])
     error = (loaded.forward(ids, cache, meta) - expected).abs().max()
     scale = expected.abs().max()
-    assert 0 < error < 8 * scale * torch.finfo(dtype).eps
+    assert 0 < error < 8 * scale * torch.finfo(KV_FORMATS[kv_format].dtype).eps
 
 
 def test_only_wanted_rows_reach_the_head(reference, loaded):

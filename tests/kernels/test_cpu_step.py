@@ -10,6 +10,7 @@ import torch
 from engine.models.registry import load_model
 from kernels import dispatch
 from kernels.dispatch import cpu_kernels
+from kernels.kv_format import KV_FORMATS
 from tests.support.batches import make_cache, make_metadata
 from tests.support.tiny_models import KINDS, VOCAB, save_gguf, save_safetensors, tiny_model
 
@@ -32,15 +33,23 @@ def load(folder, kind, quant):
     return load_model(save_gguf(model, folder / f"{kind}-{quant}.gguf", gguf.GGMLQuantizationType[quant]), CPU)
 
 
-def run(model, fused, dtype=torch.float32, chunks=(133, 1, 1, 5, 1, 32, 1), **cache):
+def run(model, fused, chunks=(133, 1, 1, 5, 1, 32, 1), balance=None, **cache):
     """Logits of all rows, the tokens going in as `chunks`; without `fused`, layer by layer."""
-    kept, store, rows, start = model._fused, make_cache(model, blocks=96, dtype=dtype, **cache), [], 0
+    kept, store, rows, start = model._fused, make_cache(model, blocks=96, **cache), [], 0
+    store.balance = balance
     model._fused = kept if fused else None
     for count in chunks:
         rows.append(model.forward(IDS[start : start + count], store, make_metadata([(start, count, TABLE)])))
         start += count
     model._fused = kept
     return torch.cat(rows)
+
+
+def test_the_kernels_compile_where_they_can():
+    """The others are skipped without them, so a fault in their source would not be seen."""
+    from kernels.cpu import compile as cpu_compile
+
+    assert cpu_kernels() is not None or not cpu_compile.is_supported()
 
 
 @needs_kernels
@@ -53,12 +62,27 @@ def test_fused_equals_layer_by_layer(folder, kind, quant):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_caches(folder, dtype):
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16"])
+def test_sixteen_bit_caches(folder, kv_format):
     """A key that rounds the other way is one step of its type off, so the bound follows that step."""
     model = load(folder, "qwen3", "Q8_0")
-    result, expected = run(model, True, dtype, blocks_per_extent=11), run(model, False, dtype)
-    assert (result - expected).abs().max() < torch.finfo(dtype).eps * expected.abs().max()
+    result = run(model, True, kv_format=kv_format, blocks_per_extent=11)
+    expected = run(model, False, kv_format=kv_format)
+    assert (result - expected).abs().max() < torch.finfo(KV_FORMATS[kv_format].dtype).eps * expected.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4"])
+def test_quantised_caches(folder, kv_format):
+    """Both ways quantise alike, so they differ by far less than the format does from float32, balanced or not."""
+    model = load(folder, "qwen3", "Q8_0")
+    exact = run(model, False)
+    balance = torch.rand(model.config.num_layers, model.config.num_kv_heads) + 0.5
+    for one in (None, balance):
+        fused = run(model, True, kv_format=kv_format, balance=one, blocks_per_extent=11)
+        expected = run(model, False, kv_format=kv_format, balance=one)
+        assert (fused - expected).abs().mean() < 0.1 * (expected - exact).abs().mean()
+        assert 0 < (expected - exact).abs().max() < 0.3 * exact.abs().max()
 
 
 @needs_kernels

@@ -9,25 +9,38 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import operations
+from kernels.kv_format import KV_FORMATS
 from kernels.reference import decoder
+from tests.support.paged_cache import encode
 
 LAYERS, BLOCK, KV_HEADS, HEADS, DIM = 3, 4, 2, 6, 8
 
 
-class Store:
-    """A paged store of several extents, filled with NaN."""
+def poisoned(shape, dtype):
+    return torch.full(shape, 85 if dtype in (torch.int8, torch.uint8) else float("nan")).to(dtype)
 
-    def __init__(self, extents=3, blocks_per_extent=5, dtype=torch.float32):
-        self.blocks_per_extent = blocks_per_extent
-        shape = (blocks_per_extent, LAYERS, 2, BLOCK, KV_HEADS, DIM)
-        self.extents = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(extents)]
+
+class Store:
+    """A paged store of several extents, filled with NaN where there is one."""
+
+    def __init__(self, extents=3, blocks_per_extent=5, kv_format="fp32", balance=None):
+        self.blocks_per_extent, self.kv_format, self.balance = blocks_per_extent, kv_format, balance
+        fmt, shape = (
+            KV_FORMATS[kv_format],
+            (blocks_per_extent, LAYERS, 2, BLOCK, KV_HEADS, KV_FORMATS[kv_format].data_width(DIM)),
+        )
+        self.extents = [poisoned(shape, fmt.dtype) for _ in range(extents)]
+        shape = (blocks_per_extent, LAYERS, fmt.scale_planes, BLOCK, KV_HEADS, fmt.scale_width(DIM))
+        self.scale_extents = [poisoned(shape, fmt.scale_dtype) for _ in range(extents)] if fmt.has_scales else []
 
     def workspace(self, name, shape, dtype):
-        return torch.full(shape, float("nan"), dtype=dtype)
+        return poisoned(shape, dtype)
 
-    def slot(self, layer, kind, block, offset):
+    def slot(self, layer, block, offset):
+        """Data [2, KV, width] and scales [planes, KV, width] of one token."""
         extent, local = divmod(block, self.blocks_per_extent)
-        return self.extents[extent][local, layer, kind, offset]
+        scales = self.scale_extents[extent][local, layer, :, offset] if self.scale_extents else None
+        return self.extents[extent][local, layer, :, offset], scales
 
 
 def random(*shape, seed=0):
@@ -59,27 +72,32 @@ def naive_attention(query, keys, values, scale):
 ITEMS = [(5, 1, [7, 3]), (0, 6, [14, 1]), (9, 4, [2, 13, 6, 9]), (0, 1, [11])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("gather_bytes", [1, 2**26], ids=["a wave each", "one wave"])
-def test_attention_over_a_mixed_batch(dtype, layer, gather_bytes, monkeypatch):
-    """Blocks of all extents, decodes and chunks; every slot that is not part of a context holds NaN."""
+def test_attention_over_a_mixed_batch(kv_format, layer, gather_bytes, monkeypatch):
+    """Blocks of all extents, decodes and chunks; every slot that is not part of a context holds NaN. What a format
+    stores is written out once more in `encode`, and balanced keys are as good as any."""
     monkeypatch.setattr(decoder, "GATHER_BYTES", gather_bytes)
-    store, meta = Store(dtype=dtype), batch(ITEMS)
+    balance = torch.rand(LAYERS, KV_HEADS) + 0.5
+    store, other, meta = Store(kv_format=kv_format, balance=balance), Store(kv_format=kv_format), batch(ITEMS)
     total = sum(meta.query_lens)
     kv, queries, row, expected = random(total, 2 * KV_HEADS, DIM), random(total, HEADS, DIM, seed=1), 0, []
     for number, (start, count, table) in enumerate(ITEMS):
-        past = random(start, 2, KV_HEADS, DIM, seed=2 + number).to(dtype)
-        for position in range(start):
-            for kind in (0, 1):
-                store.slot(layer, kind, table[position // BLOCK], position % BLOCK).copy_(past[position, kind])
-        new = kv[row : row + count].view(count, 2, KV_HEADS, DIM).to(dtype)
-        cached = torch.cat((past, new)).float()
+        past = random(start, 2, KV_HEADS, DIM, seed=2 + number)
+        whole = torch.cat((past, kv[row : row + count].view(count, 2, KV_HEADS, DIM)))
+        cached = torch.empty(start + count, 2, KV_HEADS, DIM, dtype=torch.float64)
+        for position in range(start + count):
+            place = table[position // BLOCK], position % BLOCK
+            target = store if position < start else other
+            k, v = whole[position, 0] / balance[layer, :, None], whole[position, 1]
+            cached[position, 0], cached[position, 1] = encode(kv_format, k, v, *target.slot(layer, *place))
+        cached[:, 0] *= balance[layer, :, None]
         for i in range(count):
             seen = cached[: start + i + 1]
             expected.append(naive_attention(queries[row + i], seen[:, 0], seen[:, 1], 0.3))
         row += count
-    plan = reference.plan_attention(meta, store, HEADS, torch.float32)
+    plan = reference.plan_attention(meta, store, HEADS, DIM, torch.float32)
     reference.store_kv(plan, layer, kv)
     torch.testing.assert_close(reference.attention(plan, layer, queries, 0.3), torch.stack(expected), atol=2e-6, rtol=0)
 
@@ -87,13 +105,11 @@ def test_attention_over_a_mixed_batch(dtype, layer, gather_bytes, monkeypatch):
 def test_store_touches_only_its_slots():
     store, meta = Store(), batch(ITEMS)
     kv = random(sum(meta.query_lens), 2 * KV_HEADS, DIM)
-    reference.store_kv(reference.plan_attention(meta, store, HEADS, torch.float32), 1, kv)
+    reference.store_kv(reference.plan_attention(meta, store, HEADS, DIM, torch.float32), 1, kv)
     written = sum(int(extent.isfinite().all(-1).all(-1).sum()) for extent in store.extents)
     assert written == 2 * len(kv)
     for row, slot in enumerate(meta.slot_mapping.tolist()):
-        for kind in (0, 1):
-            heads = kv[row, kind * KV_HEADS : (kind + 1) * KV_HEADS]
-            assert torch.equal(store.slot(1, kind, slot // BLOCK, slot % BLOCK), heads)
+        assert torch.equal(store.slot(1, slot // BLOCK, slot % BLOCK)[0], kv[row].view(2, KV_HEADS, DIM))
 
 
 def test_rotary_turns_pairs_of_halves():

@@ -10,6 +10,7 @@ from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.spec import KVCacheSpec
 from engine.models.registry import DecoderModel
+from kernels.kv_format import KV_FORMATS
 
 BLOCK_SIZE = 4
 
@@ -41,15 +42,15 @@ def make_metadata(items: Sequence[tuple[int, int, list[int]]], block_size: int =
 def make_cache(
     model: DecoderModel,
     blocks: int = 64,
-    dtype: torch.dtype = torch.float32,
+    kv_format: str = "fp32",
     blocks_per_extent: int = 64,
     block_size: int = BLOCK_SIZE,
 ) -> KVCache:
     """A cache for `model` filled with NaN, so that whatever is read before it is written shows."""
     config = model.config
-    spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, KV_FORMATS[kv_format])
     cache = KVCache(spec, model.device, extent_bytes=blocks_per_extent * spec.block_bytes)
     cache.grow(blocks)
-    for extent in cache.extents:
-        extent.fill_(float("nan"))
+    for extent in (*cache.extents, *cache.scale_extents):
+        extent.fill_(float("nan") if extent.is_floating_point() else 85)
     return cache

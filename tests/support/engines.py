@@ -12,11 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KVCacheSpec
-from engine.loader import KV_DTYPES, assemble
+from engine.loader import assemble
 from engine.local import LocalEngine, QueueStream
 from engine.models.registry import DecoderModel, load_model
 from engine.protocol import Event, GenerateRequest
 from engine.tokenizer import ChatTokenizer
+from kernels.kv_format import KV_FORMATS
 from tests.support.tiny_models import save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 
@@ -66,7 +67,7 @@ def tiny_engine(
             model.config.num_kv_heads,
             model.config.head_dim,
             settings["block_size"],
-            KV_DTYPES[settings["kv_format"]],
+            KV_FORMATS[settings["kv_format"]],
         )
         settings["kv_budget"] = blocks * spec.block_bytes
     configuration = EngineConfig(data_dir=Path("unused"), **settings)

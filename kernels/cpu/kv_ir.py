@@ -1,0 +1,249 @@
+"""Rows of the KV cache as vector code: scores and weighted sums over 16 and 32 bit rows, and rows in fewer bits.
+
+A row is one head of one token. The quantised formats are those of `kernels.kv_format`; their rows are unpacked to
+float32 before they are used, once for all query heads that share them. `dim` is a multiple of 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kernels.cpu.ir import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    V8,
+    Value,
+    constant,
+    emits,
+    fma,
+    load,
+    plus,
+    splat,
+    store,
+    sum_of,
+    variable,
+)
+
+FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
+GROUP = 32  # channels that share a step and a minimum in int4
+INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
+
+
+def _load_kv(b: Any, address: Value, kind: int) -> Value:
+    if kind == FP32:
+        return load(b, address, V8)
+    if kind == FP16:
+        return b.fpext(load(b, address, ir.VectorType(F16, 8)), V8)
+    return b.bitcast(b.shl(b.zext(load(b, address, ir.VectorType(I16, 8)), INTS), constant(16, INTS)), V8)
+
+
+def _scores(kind: int) -> Any:
+    size = 4 if kind == FP32 else 2
+
+    @emits("iiiiiif")
+    def scores(
+        b: Any, out: Value, q: Value, keys: Value, count: Value, stride: Value, dim: Value, scale: Value
+    ) -> None:
+        """out[i] = scale * q · key i, for `count` keys `stride` bytes apart; `dim` is a multiple of 8."""
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            key = b.add(keys, b.mul(loop.index, stride))
+            total = variable(b, constant(0.0, V8))
+            b.store(constant(0.0, V8), total)
+            with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
+                value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
+                b.store(fma(b, load(b, plus(b, q, part.index, 32), V8), value, b.load(total)), total)
+            store(b, b.fmul(sum_of(b, b.load(total)), scale), plus(b, out, loop.index, 4))
+
+    return scores
+
+
+def _accumulate(kind: int) -> Any:
+    size = 4 if kind == FP32 else 2
+
+    @emits("iiiiii")
+    def accumulate(b: Any, out: Value, weights: Value, rows: Value, count: Value, stride: Value, dim: Value) -> None:
+        """out[dim] += sum of weights[i] * value i."""
+        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
+            place = plus(b, out, part.index, 32)
+            total = variable(b, constant(0.0, V8))
+            b.store(load(b, place, V8), total)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                row = b.add(rows, b.mul(loop.index, stride))
+                weight = splat(b, load(b, plus(b, weights, loop.index, 4), F32), 8)
+                value = _load_kv(b, plus(b, row, part.index, 8 * size), kind)
+                b.store(fma(b, weight, value, b.load(total)), total)
+            store(b, b.load(total), place)
+
+    return accumulate
+
+
+def _round_bf16(b: Any, value: Value) -> Value:
+    """To the nearest, ties to even; NaN stays NaN."""
+    bits = b.bitcast(value, INTS)
+    odd = b.and_(b.lshr(bits, constant(16, INTS)), constant(1, INTS))
+    rounded = b.lshr(b.add(bits, b.add(odd, constant(0x7FFF, INTS))), constant(16, INTS))
+    nan = b.fcmp_unordered("uno", value, value)
+    return b.trunc(b.select(nan, constant(0x7FC0, INTS), rounded), ir.VectorType(I16, 8))
+
+
+def _save(kind: int) -> Any:
+    size = 4 if kind == FP32 else 2
+
+    @emits("iii")
+    def save(b: Any, out: Value, values: Value, dim: Value) -> None:
+        """float32 `values` into a cache row."""
+        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
+            value = load(b, plus(b, values, part.index, 32), V8)
+            if kind == FP16:
+                value = b.fptrunc(value, ir.VectorType(F16, 8))
+            elif kind == BF16:
+                value = _round_bf16(b, value)
+            store(b, value, plus(b, out, part.index, 8 * size))
+
+    return save
+
+
+def _call(b: Any, name: str, result: Any, *values: Value) -> Value:
+    """An LLVM intrinsic."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+
+def _parts(b: Any, dim: Value) -> Any:
+    """A loop over the eights of a row."""
+    return cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64)
+
+
+def _rounded(b: Any, value: Value) -> Value:
+    """float32 [8] as int32 [8], halves to even."""
+    return b.fptosi(_call(b, "llvm.rint.v8f32", V8, value), INTS)
+
+
+@emits("iiiiii")
+def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: Value, value: Value, dim: Value) -> None:
+    """round(x / s), s = max(|K|, |V|) / 127 of the pair."""
+    most = variable(b, constant(0.0, V8))
+    b.store(constant(0.0, V8), most)
+    for row in (key, value):
+        with _parts(b, dim) as part:
+            size = _call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part.index, 32), V8))
+            b.store(_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
+    largest = _call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
+    scale = b.fdiv(largest, ir.Constant(F32, 127.0))
+    store(b, scale, scale_out)
+    empty = b.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
+    divisor = splat(b, b.select(empty, ir.Constant(F32, 1.0), scale), 8)
+    for row, out in ((key, key_out), (value, value_out)):
+        with _parts(b, dim) as part:
+            code = _rounded(b, b.fdiv(load(b, plus(b, row, part.index, 32), V8), divisor))
+            store(b, b.trunc(code, BYTES), plus(b, out, part.index, 8))
+
+
+@emits("iiii")
+def unpack_int8(b: Any, out: Value, row: Value, scale: Value, dim: Value) -> None:
+    factor = splat(b, load(b, scale, F32), 8)
+    with _parts(b, dim) as part:
+        code = b.sitofp(b.sext(load(b, plus(b, row, part.index, 8), BYTES), INTS), V8)
+        store(b, b.fmul(code, factor), plus(b, out, part.index, 32))
+
+
+@emits("iii")
+def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
+    """e4m3, saturating; halves to even. Below 2**-6 codes are whole multiples of 2**-9."""
+    with _parts(b, dim) as part:
+        value = load(b, plus(b, values, part.index, 32), V8)
+        sign = b.and_(b.lshr(b.bitcast(value, INTS), constant(24, INTS)), constant(0x80, INTS))
+        size = _call(b, "llvm.fabs.v8f32", V8, value)
+        bits = b.bitcast(_call(b, "llvm.minnum.v8f32", V8, size, constant(448.0, V8)), INTS)
+        odd = b.and_(b.lshr(bits, constant(20, INTS)), constant(1, INTS))
+        normal = b.lshr(b.add(bits, b.add(odd, constant(0x7FFFF, INTS))), constant(20, INTS))
+        normal = b.sub(normal, constant(120 << 3, INTS))
+        small = b.fcmp_ordered("<", size, constant(2.0**-6, V8))
+        code = b.select(small, _rounded(b, b.fmul(size, constant(512.0, V8))), normal)
+        code = b.select(b.fcmp_unordered("uno", value, value), constant(0x7F, INTS), code)
+        store(b, b.trunc(b.or_(code, sign), BYTES), plus(b, out, part.index, 8))
+
+
+@emits("iiii")
+def unpack_fp8(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
+    """The code's exponent and mantissa stand where float32 has them; 2**120 makes up for the other bias."""
+    with _parts(b, dim) as part:
+        code = b.zext(load(b, plus(b, row, part.index, 8), BYTES), INTS)
+        sign = b.shl(b.and_(code, constant(0x80, INTS)), constant(24, INTS))
+        size = b.and_(code, constant(0x7F, INTS))
+        value = b.fmul(b.bitcast(b.shl(size, constant(20, INTS)), V8), constant(2.0**120, V8))
+        nan = b.icmp_unsigned("==", size, constant(0x7F, INTS))
+        bits = b.select(nan, constant(0x7FC00000, INTS), b.or_(b.bitcast(value, INTS), sign))
+        store(b, b.bitcast(bits, V8), plus(b, out, part.index, 32))
+
+
+def _eights(b: Any, dim: Value, group: Value) -> Value:
+    """Eights of channels in an int4 group: four, or what is left of the row."""
+    left = b.sub(b.lshr(dim, ir.Constant(I64, 3)), b.shl(group, ir.Constant(I64, 2)))
+    return b.select(b.icmp_signed("<", left, ir.Constant(I64, 4)), left, ir.Constant(I64, 4))
+
+
+def _groups(b: Any, dim: Value) -> Value:
+    return b.udiv(b.add(dim, ir.Constant(I64, GROUP - 1)), ir.Constant(I64, GROUP))
+
+
+_NIBBLES = ir.Constant(INTS, [0, 4] * 4)
+
+
+@emits("iiii")
+def pack_int4(b: Any, out: Value, scales: Value, values: Value, dim: Value) -> None:
+    """round((x - minimum) / step) in 0..15 with step and minimum as stored; channel 2 i in the low nibble."""
+    groups = _groups(b, dim)
+    with cgutils.for_range(b, groups, intp=I64) as group:
+        first = plus(b, values, group.index, 4 * GROUP)
+        least, most = (variable(b, constant(0.0, V8)) for _ in range(2))
+        b.store(load(b, first, V8), least)
+        b.store(load(b, first, V8), most)
+        with cgutils.for_range(b, _eights(b, dim, group.index), intp=I64) as part:
+            value = load(b, plus(b, first, part.index, 32), V8)
+            b.store(_call(b, "llvm.minnum.v8f32", V8, b.load(least), value), least)
+            b.store(_call(b, "llvm.maxnum.v8f32", V8, b.load(most), value), most)
+        low = _call(b, "llvm.vector.reduce.fmin.v8f32", F32, b.load(least))
+        high = _call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
+        step = b.fptrunc(b.fdiv(b.fsub(high, low), ir.Constant(F32, 15.0)), F16)
+        minimum = b.fptrunc(low, F16)
+        store(b, step, plus(b, scales, group.index, 2))
+        store(b, minimum, plus(b, scales, b.add(groups, group.index), 2))
+        wide = b.fpext(step, F32)
+        empty = b.fcmp_ordered("==", wide, ir.Constant(F32, 0.0))
+        divisor = splat(b, b.select(empty, ir.Constant(F32, float("inf")), wide), 8)
+        bottom = splat(b, b.fpext(minimum, F32), 8)
+        with cgutils.for_range(b, _eights(b, dim, group.index), intp=I64) as part:
+            value = b.fdiv(b.fsub(load(b, plus(b, first, part.index, 32), V8), bottom), divisor)
+            value = _call(b, "llvm.maxnum.v8f32", V8, value, constant(0.0, V8))
+            value = _call(b, "llvm.minnum.v8f32", V8, value, constant(15.0, V8))
+            code = b.trunc(b.shl(_rounded(b, value), _NIBBLES), BYTES)
+            lanes = [ir.Constant(ir.VectorType(I32, 4), [kind, kind + 2, kind + 4, kind + 6]) for kind in (0, 1)]
+            both = b.or_(*(b.shuffle_vector(code, code, lane) for lane in lanes))
+            store(b, both, plus(b, plus(b, out, group.index, GROUP // 2), part.index, 4))
+
+
+@emits("iiii")
+def unpack_int4(b: Any, out: Value, row: Value, scales: Value, dim: Value) -> None:
+    groups = _groups(b, dim)
+    with cgutils.for_range(b, groups, intp=I64) as group:
+        step = splat(b, b.fpext(load(b, plus(b, scales, group.index, 2), F16), F32), 8)
+        minimum = splat(b, b.fpext(load(b, plus(b, scales, b.add(groups, group.index), 2), F16), F32), 8)
+        with cgutils.for_range(b, _eights(b, dim, group.index), intp=I64) as part:
+            pairs = load(b, plus(b, plus(b, row, group.index, GROUP // 2), part.index, 4), ir.VectorType(I8, 4))
+            spread = b.shuffle_vector(pairs, pairs, ir.Constant(INTS, [0, 0, 1, 1, 2, 2, 3, 3]))
+            code = b.and_(b.lshr(b.zext(spread, INTS), _NIBBLES), constant(15, INTS))
+            place = plus(b, plus(b, out, group.index, 4 * GROUP), part.index, 32)
+            store(b, fma(b, b.sitofp(code, V8), step, minimum), place)
+
+
+scores_fp32, scores_fp16, scores_bf16 = (_scores(kind) for kind in (FP32, FP16, BF16))
+accumulate_fp32, accumulate_fp16, accumulate_bf16 = (_accumulate(kind) for kind in (FP32, FP16, BF16))
+save_fp32, save_fp16, save_bf16 = (_save(kind) for kind in (FP32, FP16, BF16))
