@@ -12,6 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.cache import KVCache, fitting_extent_bytes
+from engine.kv_cache.calibration import CALIBRATION_TEXT, CALIBRATION_TOKENS, KL_LIMITS, calibrate
 from engine.kv_cache.spec import KVCacheSpec
 from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
@@ -106,16 +107,33 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
     max_blocks = budget // (spec.bytes_per_token * spec.block_size)
     max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
+    cache = KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks)
     return EngineParts(
         model=model,
-        cache=KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks),
+        cache=cache,
         tokenizer=tokenizer,
         name=name,
         kv_format=kv_format,
         max_seq_len=max_seq_len,
         max_blocks=max_blocks,
         limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
-        warnings=(*tokenizer.warnings, *model.warnings),
+        warnings=(*tokenizer.warnings, *model.warnings, *calibrated(model, cache, tokenizer, max_seq_len)),
+    )
+
+
+def calibrated(model: DecoderModel, cache: KVCache, tokenizer: ChatTokenizer, max_seq_len: int) -> tuple[str, ...]:
+    """Prepare a cache in few bits for this model; a warning if the model does not bear it."""
+    kv_format = cache.spec.kv_format
+    if kv_format not in KL_LIMITS:
+        return ()
+    ids = tokenizer.encode(CALIBRATION_TEXT)[: min(CALIBRATION_TOKENS, max_seq_len)]
+    loss = calibrate(model, cache, ids)
+    if loss.mean_kl <= KL_LIMITS[kv_format]:
+        return ()
+    return (
+        f"This model loses much with its KV cache in {kv_format}: on a sample text the mean KL divergence is "
+        f"{loss.mean_kl:.3f} and {loss.top1_agreement:.0%} of the likeliest tokens are the same; "
+        "it may repeat itself. Another --kv-format is safer.",
     )
 
 

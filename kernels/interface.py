@@ -76,7 +76,7 @@ class PagedStore(Protocol):
 
     @property
     def balance(self) -> Tensor | None:
-        """float32 [num_layers, num_kv_heads]: stored keys are divided and queries multiplied by it; None is 1."""
+        """float32 [num_layers, num_kv_heads, head_dim]: divides stored keys and multiplies queries; None is 1."""
         ...
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

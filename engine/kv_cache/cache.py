@@ -31,8 +31,8 @@ class KVCache:
     before it is written. Which block belongs to whom is the block pool's business. The last extent ends at
     `max_blocks`, because a budget that is exceeded is none.
 
-    `balance`, float32 [num_layers, num_kv_heads], divides the keys that are stored and multiplies the queries that read
-    them; None is 1. It is fixed before the first token.
+    `balance`, float32 [num_layers, num_kv_heads, head_dim], divides the keys that are stored and multiplies the queries
+    that read them; None is 1. It is fixed before the first token.
     """
 
     def __init__(
@@ -101,24 +101,29 @@ class KVCache:
                 self._operations.copy_blocks(extents, self.blocks_per_extent, pairs)
 
     def read(self, block_table: Sequence[int], layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
-        """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence.
+        """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence."""
+        return self.read_tokens(block_table, start, count, layer)[0 if tensor == "k" else 1, 0, :, head].cpu()
+
+    def read_tokens(self, block_table: Sequence[int], start: int, count: int, layer: int | None = None) -> Tensor:
+        """float32 [2 (K, V), layers, count, num_kv_heads, head_dim] of one layer or all.
 
         As attention reads them, keys with the balance constant taken out again.
         """
-        if not count:
-            return torch.empty(0, self.spec.head_dim)
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
         places = [divmod(position, self.spec.block_size) for position in range(start, start + count)]
         slots = [(*divmod(block_table[index], self.blocks_per_extent), offset) for index, offset in places]
 
         def rows(extents: list[Tensor]) -> Tensor:
-            """[2 or scale planes, count, width]"""
-            return torch.stack([extents[extent][block, layer, :, offset, head] for extent, block, offset in slots], 1)
+            """[2 or scale planes, layers, count, num_kv_heads, width]"""
+            found = [extents[extent][block, layers, :, offset] for extent, block, offset in slots]
+            return torch.stack(found, 1).movedim(2, 0)
 
-        scales = rows(self.scale_extents) if self.scale_extents else None
-        values = decode(self.spec.format, rows(self.extents), scales)[0 if tensor == "k" else 1]
-        if tensor == "k" and self.balance is not None:
-            values = values * self.balance[layer, head]
-        return values.cpu()
+        if not count:
+            return torch.empty(2, 1, 0, self.spec.num_kv_heads, self.spec.head_dim)
+        values = decode(self.spec.format, rows(self.extents), rows(self.scale_extents) if self.scale_extents else None)
+        if self.balance is not None:
+            values[0] *= self.balance[layers, None]
+        return values
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A scratch tensor that is kept and reused, growing by halves; its values are undefined."""

@@ -116,11 +116,12 @@ def store(sync: int, phase: int, step: int, layer: int, angle: int) -> int:
         key = row + (heads + kv) * dim * 4
         _turn(key, dim // 2, ir.word(record, rec.K_NORM), eps, turned)
         if balance:
-            factor = ir.get(balance, layer * kv_heads + kv)
+            factors = balance + (layer * kv_heads + kv) * dim * 4
             for i in range(dim):
-                ir.put(key, i, ir.get(key, i) / factor)
-            for i in range(group * dim):
-                ir.put(row + kv * group * dim * 4, i, ir.get(row + kv * group * dim * 4, i) * factor)
+                ir.put(key, i, ir.get(key, i) / ir.get(factors, i))
+            for head in range(kv * group, (kv + 1) * group):
+                for i in range(dim):
+                    ir.put(row + head * dim * 4, i, ir.get(row + head * dim * 4, i) * ir.get(factors, i))
         slot = ir.word(ir.word(step, rec.SLOTS), t)
         _save(step, layer, kv, slot // block_size, slot % block_size, key, key + kv_heads * dim * 4)
         finish(sync, phase)

@@ -35,7 +35,7 @@ BLOCK_SUMS, NORMALISE, PRODUCT, GATED, STORE, ATTENTION, ATTEND, COMBINE, FUNCTI
 # int64 [TOKENS] positions, slots, rows of the block tables; int32 tables.
 (POSITIONS, SLOTS, SEQUENCES, TABLES, TABLE_WIDTH) = range(16, 21)
 # The cache: int64 addresses of extents, blocks [layers, 2, block size, KV heads, HEAD_BYTES] in each, and of extents of
-# their scales, [layers, SCALE_PLANES, block size, KV heads, SCALE_BYTES]; float32 BALANCE [layers, KV heads] or 0.
+# their scales, [layers, SCALE_PLANES, block size, KV heads, SCALE_BYTES]; float32 BALANCE [layers, KV heads, dim] or 0.
 (EXTENTS, EXTENT_BLOCKS, BLOCK_SIZE, KV_KIND, HEAD_BYTES) = range(21, 26)
 (SCALE_EXTENTS, SCALE_PLANES, SCALE_BYTES, BALANCE, STEP_WORDS) = range(26, 31)
 

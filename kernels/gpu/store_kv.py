@@ -89,6 +89,14 @@ def _store_rows(data, row, x, wanted, D: tl.constexpr, DP: tl.constexpr, FORMAT:
     tl.store(pointer, x.to(pointer.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
 
 
+@triton.jit
+def _factors(balance, kv_head, wanted, D: tl.constexpr, DP: tl.constexpr):
+    """float32 [heads, DP] of the balance constants."""
+    channel = tl.arange(0, DP)
+    mask = wanted[:, None] & (channel < D)[None, :]
+    return tl.load((balance + kv_head * D)[:, None] + channel[None, :], mask=mask, other=1.0)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def store_kv_kernel(
     qkv,
@@ -134,7 +142,7 @@ def store_kv_kernel(
         wanted = head < H
         x = _load_heads(source + head * D, wanted, q_norm, eps, cos, sin, D, DP, Q_NORM, True)
         if BALANCE:
-            x = x * tl.load(balance + head // (H // KV), mask=wanted, other=1.0)[:, None]
+            x = x * _factors(balance, head // (H // KV), wanted, D, DP)
         pointer = (q_out + (token * H + head) * D)[:, None] + channel[None, :]
         tl.store(pointer, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
     else:
@@ -145,7 +153,7 @@ def store_kv_kernel(
         k = _load_heads(source + (H + head) * D, wanted, k_norm, eps, cos, sin, D, DP, K_NORM, ROTATE_KEYS)
         v = _load_heads(source + (H + KV + head) * D, wanted, k_norm, eps, cos, sin, D, DP, False, False)
         if BALANCE:
-            k = tl.div_rn(k, tl.load(balance + head, mask=wanted, other=1.0)[:, None])
+            k = tl.div_rn(k, _factors(balance, head, wanted, D, DP))
         data, scale, row, scale_row = locate(
             slot // BLOCK_SIZE, slot % BLOCK_SIZE, layer, head, extent_table, LAYERS, BLOCK_SIZE, KV, BLOCKS_PER_EXTENT,
             SCALE_PLANES,

@@ -244,7 +244,7 @@ def store_kv(plan: AttentionPlan, layer: int, kv: Tensor) -> None:
     """Write kv [T, 2 * KV, D] (all K heads, then all V heads of a token) into the tokens' slots of one layer."""
     kinds = kv.view(kv.shape[0], 2, plan.num_kv_heads, -1)
     if plan.balance is not None:
-        kinds = torch.stack((kinds[:, 0] / plan.balance[layer, :, None].to(kv.dtype), kinds[:, 1]), 1)
+        kinds = torch.stack((kinds[:, 0] / plan.balance[layer].to(kv.dtype), kinds[:, 1]), 1)
     if plan.format.bits >= 16:
         _scatter(plan.stores, layer, kinds)
         return
@@ -269,7 +269,7 @@ def attention(plan: AttentionPlan, layer: int, q: Tensor, scale: float) -> Tenso
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.balance is not None:
-        q = q * plan.balance[layer].repeat_interleave(plan.num_heads // plan.num_kv_heads)[:, None].to(q.dtype)
+        q = q * plan.balance[layer].repeat_interleave(plan.num_heads // plan.num_kv_heads, 0).to(q.dtype)
     for wave in plan.waves:
         for source, target in wave.gathers:
             torch.index_select(source.rows, 0, source.index[layer], out=target)

@@ -73,7 +73,7 @@ def store_kv(
 
     qkv: fp16, bf16 or fp32 [T, (H + 2 KV) * D], all q heads, then k, then v. positions, slot_mapping: int64 [T]; a slot
     is block_id * block_size + offset, a negative one is not stored. inv_freq: float32 [D / 2]; cos and sin are
-    multiplied by `rope_scale`. q_norm, k_norm: [D]. balance: float32 [KV], keys are divided and q multiplied by it.
+    multiplied by `rope_scale`. q_norm, k_norm: [D]. balance: float32 [KV, D], keys are divided and q multiplied by it.
     keys_before_rope: K is stored normed and not turned. q_out: [T, H, D]. All of it is computed in float32.
     ValueError where shapes or dtypes don't fit.
     """
@@ -86,8 +86,8 @@ def store_kv(
     if not keys_before_rope:
         k = _rotated(k, positions, inv_freq, rope_scale)
     if balance is not None:
-        q = q * balance.repeat_interleave(heads // kv_heads)[:, None]
-        k = k / balance[:, None]
+        q = q * balance.repeat_interleave(heads // kv_heads, 0)
+        k = k / balance
     q_out.copy_(q)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

@@ -54,7 +54,7 @@ def test_shrink_gives_back_whole_extents_only(blocks, left):
 def test_read_follows_the_block_table(kv_format, tensor):
     cache = make_cache(kv_format)
     cache.grow(9)
-    cache.balance = torch.tensor([[1.0, 1.0], [4.0, 1.0]])
+    cache.balance = torch.tensor([[1.0, 1.0], [4.0, 1.0]])[..., None].expand(2, 2, 4)
     table, expected = [8, 1, 5], []
     for position in range(10):
         extent, block = divmod(table[position // 4], 3)

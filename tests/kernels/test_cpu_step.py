@@ -77,7 +77,7 @@ def test_quantised_caches(folder, kv_format):
     """Both ways quantise alike, so they differ by far less than the format does from float32, balanced or not."""
     model = load(folder, "qwen3", "Q8_0")
     exact = run(model, False)
-    balance = torch.rand(model.config.num_layers, model.config.num_kv_heads) + 0.5
+    balance = torch.rand(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim) + 0.5
     for one in (None, balance):
         fused = run(model, True, kv_format=kv_format, balance=one, blocks_per_extent=11)
         expected = run(model, False, kv_format=kv_format, balance=one)

@@ -42,6 +42,10 @@ def nearest_fp8(monkeypatch):
         interpreter_fp8.round_to_nearest(monkeypatch)
 
 
+def _balance(kv_heads, head_dim):
+    return torch.tensor([2.0, 0.3, 1.5, 7.0])[:kv_heads, None] * (1 + torch.arange(head_dim) % 5)
+
+
 class Step:
     """One step's q, k and v, and what must come of them."""
 
@@ -51,7 +55,7 @@ class Step:
         # Groups that zero is not part of: what pads a head to a power of two must not count.
         self.qkv[:, -kv_heads * head_dim :] += 3
         self.norms = [random(head_dim, seed=7 + i) for i in range(2)] if norm else [None, None]
-        self.balance = torch.tensor([2.0, 0.3, 1.5, 7.0][:kv_heads]) if balanced else None
+        self.balance = _balance(kv_heads, head_dim) if balanced else None
 
     def run(self, op, cache, qkv=None, **launch):
         q_out = torch.full((len(SLOTS), self.heads, self.head_dim), float("nan"), dtype=self.qkv.dtype)
@@ -77,7 +81,7 @@ class Step:
         if self.balance is not None:
             group = self.heads // self.kv_heads
             q = torch.stack([q[:, h] * self.balance[h // group].double() for h in range(self.heads)], 1)
-            k = k / self.balance.double()[:, None]
+            k = k / self.balance.double()
         return q, k, v
 
 

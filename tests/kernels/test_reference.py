@@ -79,7 +79,7 @@ def test_attention_over_a_mixed_batch(kv_format, layer, gather_bytes, monkeypatc
     """Blocks of all extents, decodes and chunks; every slot that is not part of a context holds NaN. What a format
     stores is written out once more in `encode`, and balanced keys are as good as any."""
     monkeypatch.setattr(decoder, "GATHER_BYTES", gather_bytes)
-    balance = torch.rand(LAYERS, KV_HEADS) + 0.5
+    balance = torch.rand(LAYERS, KV_HEADS, DIM) + 0.5
     store, other, meta = Store(kv_format=kv_format, balance=balance), Store(kv_format=kv_format), batch(ITEMS)
     total = sum(meta.query_lens)
     kv, queries, row, expected = random(total, 2 * KV_HEADS, DIM), random(total, HEADS, DIM, seed=1), 0, []
@@ -90,9 +90,9 @@ def test_attention_over_a_mixed_batch(kv_format, layer, gather_bytes, monkeypatc
         for position in range(start + count):
             place = table[position // BLOCK], position % BLOCK
             target = store if position < start else other
-            k, v = whole[position, 0] / balance[layer, :, None], whole[position, 1]
+            k, v = whole[position, 0] / balance[layer], whole[position, 1]
             cached[position, 0], cached[position, 1] = encode(kv_format, k, v, *target.slot(layer, *place))
-        cached[:, 0] *= balance[layer, :, None]
+        cached[:, 0] *= balance[layer]
         for i in range(count):
             seen = cached[: start + i + 1]
             expected.append(naive_attention(queries[row + i], seen[:, 0], seen[:, 1], 0.3))

@@ -1,0 +1,49 @@
+"""Runs token ids again on a cache of its own, beside the live one: for comparisons that must not touch any session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.batch import build_metadata
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache import KVCache
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.spec import KVCacheSpec
+from engine.models.registry import DecoderModel
+from engine.scheduler import ScheduledBatch, ScheduledItem
+from engine.sequence import Sequence
+
+REPLAY_CHUNK = 256
+"""Tokens of one step."""
+
+
+class Replay:
+    """One sequence of at most `max_tokens`; its K and V are kept as `spec` says."""
+
+    def __init__(self, model: DecoderModel, spec: KVCacheSpec, max_tokens: int, balance: Tensor | None = None) -> None:
+        blocks = -(-max_tokens // spec.block_size) + 1
+        self.model = model
+        self.cache = KVCache(spec, model.device, extent_bytes=blocks * spec.block_bytes, max_blocks=blocks)
+        self.cache.balance = balance
+        self.cache.grow(blocks)
+        self.sequence = Sequence(PrefixCache(BlockPool(blocks), spec.block_size))
+
+    def extend(self, token_ids: SequenceOf[int], logits: int = 1) -> Tensor:
+        """Run more ids, at most `REPLAY_CHUNK` at a time; float32 logits [n, V] of the last `logits` of them."""
+        sequence, parts = self.sequence, []
+        end = len(sequence.token_ids) + len(token_ids)
+        sequence.set_tokens([*sequence.token_ids, *token_ids])
+        sequence.reserve(end)
+        while sequence.remaining:
+            count = min(sequence.remaining, REPLAY_CHUNK)
+            item = ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=True)
+            ids, meta = build_metadata(ScheduledBatch((item,)), self.cache.spec.block_size, self.model.device)
+            first = max(0, end - logits - item.start)
+            rows = torch.arange(min(first, count), count, device=self.model.device)
+            parts.append(self.model.forward(ids, self.cache, replace(meta, logit_rows=rows)))
+            sequence.advance(count)
+        return torch.cat(parts)
