@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gguf import GGML_QUANT_SIZES
 
-from kernels.kv_format import KV_FORMATS
-
+KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
+INT4_GROUP = 32
 WEIGHT_BLOCKS = {kind.name: size for kind, size in GGML_QUANT_SIZES.items()}
 """(weights, bytes) of a block of each GGUF type."""
 ACTIVATION_COPIES = 8
@@ -52,8 +52,17 @@ class MemoryPlan:
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_format: str) -> int:
-    """K and V of one token in all layers, with their scales. Only KV heads count: query heads share them."""
-    return num_layers * num_kv_heads * KV_FORMATS[kv_format].bytes_per_head(head_dim)
+    """K and V of one token in all layers, with their scales. Only KV heads count: query heads share them.
+
+    The formats are those of `kernels.kv_format`: int8 has a float32 per head for K and V together, int4 an fp16 scale
+    and minimum for each `INT4_GROUP` channels of K and of V.
+    """
+    head = 2 * head_dim * KV_BITS[kv_format] // 8
+    if kv_format == "int8":
+        head += 4
+    elif kv_format == "int4":
+        head += 2 * 2 * 2 * -(-head_dim // INT4_GROUP)
+    return num_layers * num_kv_heads * head
 
 
 def matrix_bytes(rows: int, columns: int, kind: str) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelFileError
-from engine.kv_cache.cache import KVCache
+from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
 from engine.memory_plan import (
     ModelSizes,
@@ -53,7 +53,7 @@ def test_kv_bytes_of_a_known_shape(kv_format, per_token, tokens):
 @pytest.mark.parametrize("kv_format", list(KV_FORMATS))
 def test_prediction_and_allocation_agree(kv_format):
     spec = KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, format=KV_FORMATS[kv_format])
-    cache = KVCache(spec, torch.device("cpu"), extent_bytes=MIB)
+    cache = KVCache(spec, torch.device("cpu"), extent_bytes=fitting_extent_bytes(spec, 20_000))
     tokens = 20_000
     cache.grow(-(-tokens // 16) + 1)
     predicted = kv_bytes(tokens, kv_bytes_per_token(4, 2, 64, kv_format), 16)

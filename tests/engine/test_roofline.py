@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks import roofline
-from engine.memory_plan import WEIGHT_BLOCKS, kv_bytes_per_token, matrix_bytes
-from kernels import planes
+from engine.memory_plan import INT4_GROUP, KV_BITS, WEIGHT_BLOCKS, kv_bytes_per_token, matrix_bytes
+from kernels import kv_format, planes
 
 MODELS = {shape.name: shape for shape in roofline.MODELS}
 
@@ -26,7 +26,11 @@ def test_kv_of_one_token(name: str, per_token: int) -> None:
     assert kv_bytes_per_token(16, 8, 64, name) == per_token
 
 
-def test_block_sizes_are_those_of_the_kernels_formats() -> None:
+def test_sizes_are_those_of_the_kernels_formats() -> None:
+    assert KV_BITS.keys() == kv_format.KV_FORMATS.keys() and INT4_GROUP == kv_format.INT4_GROUP
+    for name, fmt in kv_format.KV_FORMATS.items():
+        for head_dim in (64, 80, 96, 128, 256):
+            assert kv_bytes_per_token(3, 2, head_dim, name) == 3 * 2 * fmt.bytes_per_head(head_dim)
     for name, block in planes.FORMATS.items():
         assert WEIGHT_BLOCKS[name] == (block.columns, block.nbytes)
 
