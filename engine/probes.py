@@ -11,6 +11,7 @@ from engine.sequence import Sequence, Status
 from engine.step_loop import StepLoop
 
 MAX_PROBE_POSITIONS = 4096
+RATIO_TOKENS = 16
 
 
 def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[str, Any]:
@@ -31,8 +32,23 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "bytes_per_token": spec.bytes_per_token,
         "bytes_used": sequence.cache_pos * spec.bytes_per_token,
         "bytes_reserved": len(sequence.block_table) * spec.block_size * spec.bytes_per_token,
+        "kv_ratio": kv_ratio(loop, parts, sequence),
         "invariants": invariants(loop, sequence),
     }
+
+
+def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | None:
+    """max |K| / max |V| over the newest `RATIO_TOKENS` tokens, all layers and heads; None while nothing is cached.
+
+    Where it is large, a format with one scale for both, or few bits at all, costs more.
+    """
+    count = min(sequence.cache_pos, RATIO_TOKENS)
+    if not count:
+        return None
+    loop.runner.sync_blocks()
+    both = parts.cache.read_tokens(sequence.block_table, sequence.cache_pos - count, count)
+    keys, values = both.abs().amax((1, 2, 3, 4)).tolist()
+    return round(keys / values, 3) if values else None
 
 
 def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:

@@ -173,6 +173,7 @@ class FakeEngine:
             "max_seq_len": self.max_seq_len, "status": "idle", "token_ids": self.caches.get(session_id, []),
             "block_size": BLOCK, "block_table": [block["id"] for block in blocks], "blocks": blocks,
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
+            "kv_ratio": 2.5 if count else None,
             "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True},
         }  # fmt: skip
 

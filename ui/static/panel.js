@@ -215,7 +215,8 @@ export class LivePanel {
     const { cache } = this.facts;
     const entries = Object.entries(cache?.invariants ?? {});
     const broken = entries.filter(([, holds]) => !holds);
-    const size = cache ? `${bytes(cache.bytes_used)} used of ${bytes(cache.bytes_reserved)} reserved` : "";
+    const ratio = cache?.kv_ratio ? ` · max|K| / max|V| ${cache.kv_ratio}` : "";
+    const size = cache ? `${bytes(cache.bytes_used)} used of ${bytes(cache.bytes_reserved)} reserved${ratio}` : "";
     const all = entries.map(([name, holds]) => `${holds ? "holds" : "BROKEN"}: ${name.replaceAll("_", " ")}`).join("\n");
     this.invariants.replaceChildren(...(entries.length ? [
       h("span", { class: broken.length ? "light bad" : "light", title: all }, broken.length ? `broken: ${broken.map(([name]) => name.replaceAll("_", " ")).join(", ")}` : `${entries.length} invariants hold`),
