@@ -38,7 +38,7 @@ def test_bytes_ranges_and_probes(exact, kv_format):
     assert report["kv_format"] == kv_format == report["blocks"][0]["format"]
     assert report["bytes_per_token"] == kv_bytes_per_token(2, 2, 16, kv_format)
     assert report["bytes_used"] == report["cache_pos"] * report["bytes_per_token"]
-    assert report["kv_ratio"] == pytest.approx(exact[0]["kv_ratio"], rel=0.1)
+    assert report["kv_ratio"] == pytest.approx(exact[0]["kv_ratio"], rel=0.3 if kv_format == "int4" else 0.1)
     # Of layer 0, whose input knows nothing of the cache.
     share = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.02, "fp8": 0.07, "int4": 0.25}[kv_format]
     for tensor in "kv":
