@@ -162,8 +162,8 @@ class ChatEngine(Protocol):
         """Forget the session's cache. Unknown ids are fine."""
         ...
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        """Give a new session the first `token_count` cached tokens (default all), sharing full blocks."""
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        """Give a new session with the history `token_ids` what is cached of it, sharing full blocks."""
         ...
 
     def inspect(self, session_id: str) -> dict[str, Any]:

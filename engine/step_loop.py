@@ -91,12 +91,13 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None) -> None:
+    def fork(self, session_id: str, new_session_id: str, token_ids: SequenceOf[int]) -> None:
+        """Let a new session share what of the session's cache stands for `token_ids`."""
         source = self.scheduler.find(session_id)
         if source is None or self.scheduler.find(new_session_id) is not None:
             return
-        twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
-        self.scheduler.finish(twin)
+        count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
+        self.scheduler.finish(source.fork(new_session_id, count))
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""

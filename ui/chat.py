@@ -157,13 +157,15 @@ class ChatService:
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def fork(self, session_id: str, message_id: str | None = None) -> Session:
-        """A new session with the branch up to a message (default: all of it); it shares the cache's full blocks."""
-        with self._claim(session_id) as session:
+        """A new session with the branch up to a message (default: all of it); it shares what is cached of that."""
+        with self._claim(session_id):
             if message_id is not None:
                 self._message(session_id, message_id)
             twin = self.store.copy_branch(session_id, message_id)
-            if message_id in (None, session.head_id) and self.engine.status() == "ok":
-                self.engine.fork(session_id, twin.id)
+            if self.engine.status() == "ok":
+                # The cache may hold more than the branch has, or something else: acts on the tree do not touch it.
+                history = self._planner.history(twin, self.store.branch(twin.id).messages)
+                self.engine.fork(session_id, twin.id, history)
             return twin
 
     def update_session(self, session_id: str, changes: Mapping[str, Any]) -> Session:

@@ -236,7 +236,7 @@ def test_more_replies_than_memory_all_finish_with_the_same_ids():
 def test_a_fork_shares_the_cache_and_neither_disturbs_the_other(engine):
     parent, child = str(uuid.uuid4()), str(uuid.uuid4())
     first = reply(engine, session_id=parent)
-    engine.fork(parent, child)
+    engine.fork(parent, child, (*PROMPT, *first.token_ids))
     left, right = (*PROMPT, *first.token_ids, *b"left"), (*PROMPT, *first.token_ids, *b"right")
     assert reply(engine, right, child).stats.reused_tokens == first.stats.cache_pos
     assert reply(engine, left, parent).stats.reused_tokens == first.stats.cache_pos

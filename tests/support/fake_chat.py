@@ -156,8 +156,9 @@ class FakeEngine:
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        self.caches[new_session_id] = self.caches.get(session_id, [])[:token_count]
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        cached = self.caches.get(session_id, [])
+        self.caches[new_session_id] = cached[: _common(cached, list(token_ids))]
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._need_ok()
