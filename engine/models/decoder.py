@@ -37,7 +37,8 @@ class DecoderLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in self.linears) + self.attn_norm.nbytes + self.mlp_norm.nbytes
+        norms = (self.attn_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
+        return sum(linear.nbytes for linear in self.linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
