@@ -193,14 +193,15 @@ class ChatEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProbeQuery:
-    """`tensor` is "k" or "v"; positions `start : start + count`; the first `dims` values of each."""
+    """`tensor` is "k" or "v"; positions `start : start + count` as far as they are cached; the first `dims` values of
+    each, None for ten or, where a head has fewer, all."""
 
     tensor: str = "k"
     layer: int = 0
     head: int = 0
     start: int = 0
     count: int = 10
-    dims: int = 10
+    dims: int | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

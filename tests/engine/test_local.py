@@ -267,10 +267,42 @@ def test_probe_reads_what_the_kernel_reads(engine):
     twin = str(uuid.uuid4())
     reply(engine, session_id=twin)
     assert engine.probe(twin, ProbeQuery("k", 1, 1, 3, 4, 5)) == rows
-    assert engine.probe(session_id, ProbeQuery(start=10_000)) == []
-    for query in (ProbeQuery("q"), ProbeQuery(layer=99), ProbeQuery(head=-1), ProbeQuery(count=-1)):
-        with pytest.raises(InvalidRequest):
-            engine.probe(session_id, query)
+
+
+def test_a_probe_ends_where_the_cache_does(engine):
+    session_id = str(uuid.uuid4())
+    cache_pos = reply(engine, session_id=session_id).stats.cache_pos
+    assert [row["position"] for row in engine.probe(session_id, ProbeQuery(start=cache_pos - 2))] == [
+        cache_pos - 2,
+        cache_pos - 1,
+    ]
+    for start in (cache_pos, 10_000):
+        assert engine.probe(session_id, ProbeQuery(start=start)) == []
+    assert len(engine.probe(session_id, ProbeQuery(count=4096))) == cache_pos
+    assert [len(row["values"]) for row in engine.probe(session_id, ProbeQuery(count=1, dims=16))] == [16]
+    assert [len(row["values"]) for row in engine.probe(session_id, ProbeQuery(count=1))] == [10]
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        (ProbeQuery("q"), ["tensor", '"k"', '"v"']),
+        (ProbeQuery(layer=2), ["layer", "0 and 1"]),
+        (ProbeQuery(layer=-1), ["layer", "0 and 1"]),
+        (ProbeQuery(head=2), ["head", "0 and 1"]),
+        (ProbeQuery(head=-1), ["head", "0 and 1"]),
+        (ProbeQuery(start=-1), ["start", "at least 0"]),
+        (ProbeQuery(count=-1), ["count", "0 and 4096"]),
+        (ProbeQuery(count=4097), ["count", "0 and 4096"]),
+        (ProbeQuery(dims=0), ["dims", "1 and 16", "head"]),
+        (ProbeQuery(dims=17), ["dims", "1 and 16", "head"]),
+    ],
+)
+def test_a_probe_outside_the_model_names_its_bounds(engine, query, words):
+    """More values than a head has were silently fewer."""
+    with pytest.raises(InvalidRequest) as refused:
+        engine.probe(str(uuid.uuid4()), query)
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_an_unexpected_error_reaches_every_open_and_every_later_request():

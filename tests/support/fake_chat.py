@@ -183,7 +183,7 @@ class FakeEngine:
         rows = []
         for position in range(query.start, min(query.start + query.count, len(ids))):
             phase = position * 0.7 + query.layer + 3 * query.head + (query.tensor == "v")
-            values = [round(2 * math.sin(phase + 1.3 * dim), 6) for dim in range(query.dims)]
+            values = [round(2 * math.sin(phase + 1.3 * dim), 6) for dim in range(query.dims or 10)]
             token_id = ids[position]
             rows.append(
                 {
