@@ -92,15 +92,16 @@ class ChatService:
         _check_content(messages[-1].content)
         with self._claim(session_id) as session:
             system, rest = _split_system(messages)
-            if system is not None and system != session.system_prompt:
-                self.store.update(session_id, system_prompt=system)
-                session = self.store.get(session_id)
+            changed = system is not None and system != session.system_prompt
+            session = replace(session, system_prompt=system) if changed else session
             stored = self.store.branch(session_id).messages
             kept = _common_messages(stored, rest)
             new = rest[kept:]
             path = [*stored[:kept]]
             cause = "edit" if kept < len(stored) else None
             self._planner.plan(session, path, params, None, unsent=new)
+            if changed:
+                session = self.store.update(session_id, system_prompt=system)
             for message in new:
                 parent_id = path[-1].id if path else None
                 path.append(self.store.add_message(session_id, parent_id, message.role, message.content))

@@ -103,6 +103,31 @@ def test_limits_that_make_no_sense_are_refused(client, name, value):
     assert name in assert_error(post(client, {**ASK, name: value}), 400)["message"]
 
 
+@pytest.mark.parametrize("role", ["tool", "function", "ipython", "", "User", None])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_role_that_is_not_supported_is_refused_before_anything_is_stored(client, session_id, role, path, in_session):
+    """A tool's message was stored, though no model here calls tools."""
+    messages = [{"role": "system", "content": "New."}, {"role": role, "content": "42"}, *ASK["messages"]]
+    body = {"messages": messages, **({"session_id": session_id} if in_session else {})}
+    error = assert_error(post(client, body, path), 400)
+    assert error["message"].startswith("messages[1].role must be one of system, developer, user, assistant")
+    assert ("tools are not supported" in error["message"]) == (role in ("tool", "function"))
+    stored = client.get(f"/api/sessions/{session_id}").json()
+    assert stored["messages"] == [] and stored["system_prompt"] == ""
+
+
+def test_a_refused_conversation_leaves_the_system_prompt_of_its_session(client, session_id):
+    """It was stored before the rest of the request was looked at."""
+    messages = [{"role": "system", "content": "New."}, *ASK["messages"]]
+    body = {"messages": messages, "session_id": session_id, "logit_bias": {"99999": 1}}
+    assert_error(post(client, body), 400)
+    stored = client.get(f"/api/sessions/{session_id}").json()
+    assert stored["messages"] == [] and stored["system_prompt"] == ""
+    assert post(client, {"messages": messages, "session_id": session_id}).status_code == 200
+    assert client.get(f"/api/sessions/{session_id}").json()["system_prompt"] == "New."
+
+
 BOUNDS = {
     "max_tokens": ("1", "2147483647"), "max_completion_tokens": ("1", "2147483647"), "seed": ("0", str(2**63 - 1)),
     "temperature": ("0", "100"), "top_p": ("0", "1"), "min_p": ("0", "1"), "top_k": ("0", str(2**31)),

@@ -120,6 +120,7 @@ BAD: dict[str, tuple[Callable[[Data], Any], str]] = {
     "head": (lambda d: d["session"].update(head_id=UNKNOWN), '"head_id" names a message that is not'),
     "kept": (lambda d: d["session"].update(first_kept_id=UNKNOWN), '"first_kept_id" names'),
     "role": (lambda d: d["messages"][1].update(role="root"), 'Message 2: "role" must be one of'),
+    "role tool": (lambda d: d["messages"][1].update(role="tool"), "one of system, user, assistant."),
     "role list": (lambda d: d["messages"][1].update(role=["user"]), 'Message 2: "role" must be one of'),
     "status": (lambda d: d["messages"][1].update(status="done"), 'Message 2: "status" must be one of'),
     "content": (lambda d: d["messages"][2].update(content=None), 'Message 3: "content" must be text'),
