@@ -15,6 +15,7 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner, StepResult
+from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
@@ -128,7 +129,11 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
-        result = self.runner.execute(batch)
+        streams = [self._turns[item.sequence].stream for item in batch.items]
+        try:
+            result = self.runner.execute(batch, lambda: all(stream.cancelled for stream in streams))
+        except StepAbandoned:
+            return
         self._commit(batch, result)
 
     def _idle(self) -> None:

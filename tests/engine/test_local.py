@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
@@ -231,6 +232,45 @@ def test_more_replies_than_memory_all_finish_with_the_same_ids():
     tight.check_integrity()
     tight.close()
     roomy.close()
+
+
+def test_a_stop_does_not_wait_for_the_end_of_a_prefill(engine):
+    """A stop came back only when the running chunk of the prompt had gone through all layers."""
+    model = engine._steps().runner.model
+    run_layers, layers = model._operations.swiglu, []
+    first_layer, go_on = threading.Event(), threading.Event()
+
+    def slow(x):
+        layers.append(len(x))
+        first_layer.set()
+        assert go_on.wait(10)
+        return run_layers(x)
+
+    session_id, before = str(uuid.uuid4()), model._operations
+    model._operations = replace(before, swiglu=slow)
+    try:
+        stream = engine.generate(GenerateRequest(PROMPT, GREEDY, session_id))
+        assert first_layer.wait(10)
+        stream.cancel()
+        go_on.set()
+        last = list(stream)[-1]
+    finally:
+        model._operations = before
+    assert isinstance(last, Finished) and last.stats.finish_reason == "cancelled" and last.token_ids == ()
+    assert len(layers) == 1 < len(model.weights.layers), "the second layer was not run for nobody"
+    assert engine.inspect(session_id)["cache_pos"] == 0 and all(engine.inspect(session_id)["invariants"].values())
+    fresh = tiny_engine()
+    assert reply(engine, PROMPT, session_id).token_ids == reply(fresh, PROMPT).token_ids
+    fresh.close()
+
+
+def test_a_stop_leaves_the_others_of_its_step_alone(engine):
+    """Only a step that nobody waits for any more is abandoned."""
+    expected = reply(engine, tuple(range(60, 100))).token_ids
+    streams = [engine.generate(GenerateRequest(tuple(range(60, 100)), GREEDY)) for _ in range(3)]
+    streams[0].cancel()
+    streams[2].cancel()
+    assert list(streams[1])[-1].token_ids == expected
 
 
 def test_a_fork_shares_the_cache_and_neither_disturbs_the_other(engine):
