@@ -48,6 +48,8 @@ def describe(error: BaseException) -> tuple[int, str, str]:
 def _parameter_sentence(error: RequestValidationError) -> str:
     """What is wrong with the first parameter of an address that is not of its type."""
     first = error.errors()[0]
+    if not {"type", "loc", "input"} <= first.keys() or first["type"] == "missing":
+        return f"{first['loc'][-1]} is missing."
     kind = {"int": "a whole number", "bool": "true or false"}.get(first["type"].split("_")[0], "another value")
     if first["type"] == "int_parsing_size":
         kind = "a smaller number"
