@@ -96,7 +96,7 @@ def check_kernels(model: DecoderModel, kept: Path) -> None:
 
 def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:
     """Fit the cache to the budget and put the parts together."""
-    kv_format = pick_kv_format(config.kv_format, model)
+    kv_format = pick_kv_format(config.kv_format, model.weight_format, model.dtype)
     spec = KVCacheSpec(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -145,13 +145,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_kv_format(name: str, model: DecoderModel) -> str:
+def pick_kv_format(name: str, weight_format: str, compute_dtype: torch.dtype) -> str:
     """auto: exact for float32 models, else 16 bits in the range that the card computes in."""
     if name != "auto":
         return name
-    if model.weight_format == "float32":
+    if weight_format == "float32":
         return "fp32"
-    return "bf16" if model.dtype is torch.bfloat16 else "fp16"
+    return "bf16" if compute_dtype is torch.bfloat16 else "fp16"
 
 
 def default_kv_budget(device: torch.device) -> int:

@@ -74,8 +74,8 @@ class LocalEngine:
     def release(self, session_id: str) -> None:
         self._call(lambda: self._steps().release(session_id))
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        self._call(lambda: self._steps().fork(session_id, new_session_id, token_count))
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        self._call(lambda: self._steps().fork(session_id, new_session_id, token_ids))
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         return self._call(lambda: probes.cache_report(self._steps(), self._need_parts(), session_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import psutil
@@ -26,6 +27,14 @@ CPU_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedWeights:
+    """`nbytes` held and what the matrices are kept in, as `DecoderModel` tells both once it is loaded."""
+
+    nbytes: int
+    weight_format: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedModel:
     """A plan and what it is of; `str` of it is the table to print."""
 
@@ -46,14 +55,14 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     source: WeightSource = GGUFSource(found.path) if found.kind == "gguf" else SafetensorsSource(found.path)
     _, sizes = read_config(source)
     fmt = pick_format(device, config.dtype, triton_runs_on(device))
-    kv_format = config.kv_format if config.kv_format != "auto" else _auto_kv_format(fmt)
-    weights = weight_bytes(source, sizes, fmt)
+    weights = planned_weights(source, sizes, fmt)
+    kv_format = loader.pick_kv_format(config.kv_format, weights.weight_format, fmt.compute_dtype)
     free, total = _device_memory(device)
     share = loader.CARD_SHARE if device.type == "cuda" else loader.RAM_SHARE
     limits = loader.CUDA_LIMITS if device.type == "cuda" else loader.CPU_LIMITS
     plan = plan_memory(
         ModelSizes(
-            weight_bytes=weights,
+            weight_bytes=weights.nbytes,
             num_layers=sizes.num_layers,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -64,43 +73,47 @@ def plan_model(config: EngineConfig) -> PlannedModel:
         ),
         kv_format=kv_format,
         block_size=config.block_size,
-        kv_budget=config.kv_budget if config.kv_budget is not None else int(max(free - weights, 0) * share),
+        kv_budget=config.kv_budget if config.kv_budget is not None else int(max(free - weights.nbytes, 0) * share),
         available=free,
         total_device=total,
         max_seq_len=config.max_seq_len,
         batch_tokens=limits.max_batch_tokens,
         compute_bytes=fmt.compute_dtype.itemsize,
     )
-    return PlannedModel(plan, found.name, str(device), fmt.name, kv_format)
+    return PlannedModel(plan, found.name, str(device), weights.weight_format, kv_format)
 
 
-def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -> int:
-    """Bytes that the weights will take in this format; a tied matrix counts once, rows read from the file do not."""
+def planned_weights(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -> PlannedWeights:
+    """What a load in this format will hold; a tied matrix counts once, rows read from the file do not."""
     shapes = {name: shape for name, shape in source.shapes().items() if not name.startswith("rope.")}
     own_head = "head.weight" in shapes and not config.tied and not source.same("head.weight", "embed.weight")
     if not own_head:
         shapes.pop("head.weight", None)
     elif fmt.rows_from_file:
         del shapes["embed.weight"]
-    matrices = sum(_matrix_bytes(source, name, shape, fmt) for name, shape in shapes.items() if len(shape) > 1)
-    norms = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
-    return matrices + norms * fmt.compute_dtype.itemsize
+    nbytes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
+    nbytes *= fmt.compute_dtype.itemsize
+    sizes: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            kept, size = _matrix(source.block_format(name), shape, fmt)
+            nbytes += size
+            # Of two matrices for the same tokens, a model is named after its head.
+            if kept is not None and not (own_head and name == "embed.weight"):
+                sizes[kept] += size
+    return PlannedWeights(nbytes, ", ".join(kept for kept, _ in sizes.most_common()) or fmt.name)
 
 
-def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Matrices in blocks keep the file's own where they can; others become int8 on a CPU, and plain in planes."""
-    kind = source.block_format(name)
+def _matrix(kind: str | None, shape: tuple[int, ...], fmt: WeightFormat) -> tuple[str | None, int]:
+    """`(name of its blocks, bytes)`. They are the file's own where they can be; others are int8 on a CPU, else none."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     if fmt.planes and fmt.blocks and kind in planes.FORMATS:
-        return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind)
+        return kind.lower(), matrix_bytes(rows, columns, kind)
     if fmt.planes or not fmt.blocks:
-        return math.prod(shape) * fmt.dtype.itemsize
-    return matrix_bytes(math.prod(shape[:-1]), shape[-1], kind if kind in CPU_KINDS else "Q8_0")
-
-
-def _auto_kv_format(fmt: WeightFormat) -> str:
-    if fmt.name == "float32":
-        return "fp32"
-    return "bf16" if fmt.compute_dtype is torch.bfloat16 else "fp16"
+        return None, rows * columns * fmt.dtype.itemsize
+    if kind in CPU_KINDS:
+        return f"{kind.lower()} (file)", matrix_bytes(rows, columns, kind)
+    return "int8", matrix_bytes(rows, columns, "Q8_0")
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:

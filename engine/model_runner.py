@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,22 +37,23 @@ class ModelRunner:
         self.pool = pool
         self._threads = torch.get_num_threads()
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool] = lambda: False) -> StepResult:
+        """Raises `StepAbandoned` if `abandoned()` came true before the step was over."""
         # OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
         # another program wants the processor: only large steps are worth more than one. It stays at one for sampling.
         torch.set_num_threads(self._threads if batch.token_count > SMALL_STEP else 1)
         try:
-            return self._execute(batch)
+            return self._execute(batch, abandoned)
         finally:
             torch.set_num_threads(1)
 
-    def _execute(self, batch: ScheduledBatch) -> StepResult:
+    def _execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool]) -> StepResult:
         self.sync_blocks()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
         if self._graphs is not None and self._graphs.fits(meta) and len(meta.logit_rows) == len(token_ids):
             hidden, logits = self._graphs.run(token_ids, meta)
             return StepResult(logits, _finite_items(hidden, meta.query_lens))
-        hidden = self.model.hidden_states(token_ids, self.cache, meta)
+        hidden = self.model.hidden_states(token_ids, self.cache, meta, abandoned)
         finite = _finite_items(hidden, meta.query_lens)
         return StepResult(self.model.head(hidden[meta.logit_rows]), finite)
 

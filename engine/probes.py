@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.protocol import ProbeQuery
 from engine.sequence import Sequence, Status
@@ -12,6 +13,7 @@ from engine.step_loop import StepLoop
 
 MAX_PROBE_POSITIONS = 4096
 RATIO_TOKENS = 16
+PROBE_DIMS = 10
 
 
 def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[str, Any]:
@@ -98,7 +100,8 @@ def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
 def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
     """Cached K or V of one layer and KV head, dequantised as the kernel reads them; no rows past `cache_pos`."""
     spec = parts.cache.spec
-    _check_query(query, spec.num_layers, spec.num_kv_heads)
+    _check_query(query, spec)
+    dims = min(PROBE_DIMS, spec.head_dim) if query.dims is None else query.dims
     sequence = loop.scheduler.find(session_id)
     if sequence is None:
         return []
@@ -114,19 +117,23 @@ def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery
             "position": start + index,
             "token_id": sequence.token_ids[start + index],
             "token": parts.tokenizer.token_text(sequence.token_ids[start + index]),
-            "values": [round(value, 6) for value in rows[index, : query.dims].tolist()],
+            "values": [round(value, 6) for value in rows[index, :dims].tolist()],
             "norm": round(norms[index], 6),
         }
         for index in range(count)
     ]
 
 
-def _check_query(query: ProbeQuery, num_layers: int, num_kv_heads: int) -> None:
+def _check_query(query: ProbeQuery, spec: KVCacheSpec) -> None:
     if query.tensor not in ("k", "v"):
         raise InvalidRequest('tensor must be "k" or "v".')
-    if not 0 <= query.layer < num_layers:
-        raise InvalidRequest(f"layer must lie between 0 and {num_layers - 1}.")
-    if not 0 <= query.head < num_kv_heads:
-        raise InvalidRequest(f"head must lie between 0 and {num_kv_heads - 1} (KV heads).")
-    if query.start < 0 or not 0 <= query.count <= MAX_PROBE_POSITIONS or query.dims < 1:
-        raise InvalidRequest(f"start must be at least 0, count at most {MAX_PROBE_POSITIONS}, dims at least 1.")
+    if not 0 <= query.layer < spec.num_layers:
+        raise InvalidRequest(f"layer must lie between 0 and {spec.num_layers - 1}.")
+    if not 0 <= query.head < spec.num_kv_heads:
+        raise InvalidRequest(f"head must lie between 0 and {spec.num_kv_heads - 1} (KV heads).")
+    if query.start < 0:
+        raise InvalidRequest("start must be at least 0.")
+    if not 0 <= query.count <= MAX_PROBE_POSITIONS:
+        raise InvalidRequest(f"count must lie between 0 and {MAX_PROBE_POSITIONS}.")
+    if query.dims is not None and not 1 <= query.dims <= spec.head_dim:
+        raise InvalidRequest(f"dims must lie between 1 and {spec.head_dim}, the size of a head.")

@@ -162,8 +162,8 @@ class ChatEngine(Protocol):
         """Forget the session's cache. Unknown ids are fine."""
         ...
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        """Give a new session the first `token_count` cached tokens (default all), sharing full blocks."""
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        """Give a new session with the history `token_ids` what is cached of it, sharing full blocks."""
         ...
 
     def inspect(self, session_id: str) -> dict[str, Any]:
@@ -193,14 +193,15 @@ class ChatEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProbeQuery:
-    """`tensor` is "k" or "v"; positions `start : start + count`; the first `dims` values of each."""
+    """`tensor` is "k" or "v"; positions `start : start + count` as far as they are cached; the first `dims` values of
+    each, None for ten or, where a head has fewer, all."""
 
     tensor: str = "k"
     layer: int = 0
     head: int = 0
     start: int = 0
     count: int = 10
-    dims: int = 10
+    dims: int | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -15,6 +15,7 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner, StepResult
+from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
@@ -91,12 +92,13 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None) -> None:
+    def fork(self, session_id: str, new_session_id: str, token_ids: SequenceOf[int]) -> None:
+        """Let a new session share what of the session's cache stands for `token_ids`."""
         source = self.scheduler.find(session_id)
         if source is None or self.scheduler.find(new_session_id) is not None:
             return
-        twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
-        self.scheduler.finish(twin)
+        count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
+        self.scheduler.finish(source.fork(new_session_id, count))
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""
@@ -127,7 +129,11 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
-        result = self.runner.execute(batch)
+        streams = [self._turns[item.sequence].stream for item in batch.items]
+        try:
+            result = self.runner.execute(batch, lambda: all(stream.cancelled for stream in streams))
+        except StepAbandoned:
+            return
         self._commit(batch, result)
 
     def _idle(self) -> None:

@@ -20,6 +20,8 @@ class QueueStream:
         self.request_id = request_id
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._on_cancel = on_cancel
+        self.cancelled = False
+        """Set before the engine has time for it, so that a long step can be abandoned."""
 
     def put(self, event: Event) -> None:
         self._queue.put(event)
@@ -28,6 +30,7 @@ class QueueStream:
         self.put(Failed(error))
 
     def cancel(self) -> None:
+        self.cancelled = True
         self._on_cancel()
 
     def __iter__(self) -> Iterator[Event]:
@@ -57,7 +60,6 @@ class ActiveTurn:
         self.sampling = sampling
         self.meter = meter
         self.stream = stream
-        self.cancelled = False
         self._detokenizer = detokenizer
         self._max_tokens = max_tokens
         self._eos_ids = frozenset() if request.params.ignore_eos else eos_ids

@@ -47,9 +47,7 @@ def from_json(data: object) -> SessionTree:
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise InvalidData("This is not a session export of KVScope.")
     top = _Record("The file", data)
-    version = top.get("version")
-    if type(version) is not int or version != VERSION:
-        raise InvalidData(f"This export has version {str(version)[:20]}; this KVScope reads version {VERSION}.")
+    _check_version(top.get("version"))
     session = _session(_Record("The session", top.get("session")))
     messages = _messages(session.id, top.records("messages", "Message"))
     known = {message.id for message in messages}
@@ -59,6 +57,14 @@ def from_json(data: object) -> SessionTree:
     turns = tuple(_turn(session.id, record, known) for record in top.records("turns", "Turn"))
     _refuse_duplicates("turn", (turn.id for turn in turns))
     return SessionTree(session, messages, turns)
+
+
+def _check_version(version: object) -> None:
+    if type(version) is not int:
+        raise InvalidData(f'The file: "version" must be a whole number without quotes, such as {VERSION}.')
+    if version != VERSION:
+        shown = str(version) if abs(version) < 10**20 else "far beyond any"
+        raise InvalidData(f"This export has version {shown}; this KVScope reads version {VERSION}.")
 
 
 def with_new_ids(tree: SessionTree) -> SessionTree:

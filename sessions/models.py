@@ -11,7 +11,7 @@ FAILED = "failed"
 STATUSES = (PARTIAL, COMPLETE, FAILED)
 INTERRUPTED = "interrupted"
 """The finish reason of a reply whose process ended before the reply did."""
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 DEFAULT_TITLE = "New chat"
 
 

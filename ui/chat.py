@@ -92,15 +92,16 @@ class ChatService:
         _check_content(messages[-1].content)
         with self._claim(session_id) as session:
             system, rest = _split_system(messages)
-            if system is not None and system != session.system_prompt:
-                self.store.update(session_id, system_prompt=system)
-                session = self.store.get(session_id)
+            changed = system is not None and system != session.system_prompt
+            session = replace(session, system_prompt=system) if changed else session
             stored = self.store.branch(session_id).messages
             kept = _common_messages(stored, rest)
             new = rest[kept:]
             path = [*stored[:kept]]
             cause = "edit" if kept < len(stored) else None
             self._planner.plan(session, path, params, None, unsent=new)
+            if changed:
+                session = self.store.update(session_id, system_prompt=system)
             for message in new:
                 parent_id = path[-1].id if path else None
                 path.append(self.store.add_message(session_id, parent_id, message.role, message.content))
@@ -157,13 +158,15 @@ class ChatService:
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def fork(self, session_id: str, message_id: str | None = None) -> Session:
-        """A new session with the branch up to a message (default: all of it); it shares the cache's full blocks."""
-        with self._claim(session_id) as session:
+        """A new session with the branch up to a message (default: all of it); it shares what is cached of that."""
+        with self._claim(session_id):
             if message_id is not None:
                 self._message(session_id, message_id)
             twin = self.store.copy_branch(session_id, message_id)
-            if message_id in (None, session.head_id) and self.engine.status() == "ok":
-                self.engine.fork(session_id, twin.id)
+            if self.engine.status() == "ok":
+                # The cache may hold more than the branch has, or something else: acts on the tree do not touch it.
+                history = self._planner.history(twin, self.store.branch(twin.id).messages)
+                self.engine.fork(session_id, twin.id, history)
             return twin
 
     def update_session(self, session_id: str, changes: Mapping[str, Any]) -> Session:

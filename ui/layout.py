@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gradio as gr
 from fastapi import FastAPI
+from starlette.routing import Mount
 
 from engine.sampling.params import SamplingParams
+from ui.api.errors import install_error_handlers
 from ui.chat import ChatService
 from ui.page_routes import add_page_routes, static_path
 from ui.theme import build_theme
@@ -32,7 +34,7 @@ def mount(api: FastAPI, chat: ChatService) -> FastAPI:
     add_page_routes(api, chat)
     page = build_page(chat)
     page.queue(api_open=False)
-    return gr.mount_gradio_app(
+    app = gr.mount_gradio_app(
         api,
         page,
         path="/",
@@ -45,6 +47,11 @@ def mount(api: FastAPI, chat: ChatService) -> FastAPI:
         theme=build_theme(),
         head=_head(),
     )
+    # Gradio's own routes are an app of their own, whose errors would look otherwise.
+    for route in app.routes:
+        if isinstance(route, Mount) and isinstance(route.app, FastAPI):
+            install_error_handlers(route.app)
+    return app
 
 
 def _head() -> str:

@@ -120,7 +120,7 @@ class PanelSource:
         tail = max(cache_pos - PROBE_POSITIONS, PROBE_POSITIONS)
 
         def probe(start: int) -> list[list[Any]]:
-            query = ProbeQuery(selection.tensor, layer, head, start, PROBE_POSITIONS, PROBE_POSITIONS)
+            query = ProbeQuery(selection.tensor, layer, head, start, PROBE_POSITIONS)
             return view_models.probe_rows(engine.probe(selection.session_id or "", query))
 
         return reading | {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from engine.errors import KVScopeError
 from engine.local import LocalEngine
 from engine.prompt import FittedPrompt, fit_prompt
 from engine.protocol import ChatMessage
@@ -73,6 +74,15 @@ class PromptPlanner:
         date = datetime.fromisoformat(session.prompt_date)
         fitted = fit_prompt(self._engine.tokenizer, messages, date, limit, reserve, first_kept)
         return PromptPlan(fitted, tuple(message_ids), params)
+
+    def history(self, session: Session, path: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of the branch `path` as its next prompt begins; none where there is nothing that could be rendered."""
+        if not path and not session.system_prompt:
+            return ()
+        try:
+            return self.plan(session, path, None, None).fitted.prompt.token_ids
+        except KVScopeError:
+            return ()
 
     def _messages(self, session: Session, path: Sequence[Message]) -> tuple[list[ChatMessage], list[str | None]]:
         model = self.model_name

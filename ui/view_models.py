@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,7 +33,6 @@ MISS_COUNTS = ("position", "tokens_lost")
 MISS_TOKENS = ("cached_token", "wanted_token")
 MOST = 2**53
 """A browser's whole numbers end here."""
-VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def signature(value: object) -> str:
@@ -139,11 +139,12 @@ def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     section = {name: capabilities.get(name) for name in names}
     section["chat_templates"] = list(capabilities.get("chat_templates", ()))
     section["warnings"] = list(capabilities.get("warnings", ()))
-    size = VALUE_BYTES.get(str(capabilities.get("kv_format")))
-    if size is not None:
+    values = 2 * math.prod(int(section[name] or 0) for name in ("num_layers", "num_kv_heads", "head_dim"))
+    # A format with scales has no whole number of bytes a value.
+    if values and (section["bytes_per_token"] or 0) % values == 0:
         section["formula"] = (
             f"2 × {section['num_layers']} layers × {section['num_kv_heads']} KV heads"
-            f" × {section['head_dim']} × {size} B"
+            f" × {section['head_dim']} × {section['bytes_per_token'] // values} B"
         )
     return section
 

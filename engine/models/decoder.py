@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ class DecoderLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in self.linears) + self.attn_norm.nbytes + self.mlp_norm.nbytes
+        norms = (self.attn_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
+        return sum(linear.nbytes for linear in self.linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,10 @@ def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat
     return cpu_layers(config, weights) if fmt.blocks else None
 
 
+class StepAbandoned(Exception):
+    """Nobody wants the result of the step any more; what it stored lies past every `cache_pos`."""
+
+
 class DecoderModel:
     """A loaded model. `dtype` is what it computes in, `weight_format` what its matrices are kept in."""
 
@@ -147,8 +153,13 @@ class DecoderModel:
         return self.head(self.hidden_states(token_ids, cache, meta)[meta.logit_rows])
 
     @torch.inference_mode()
-    def hidden_states(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token."""
+    def hidden_states(
+        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, abandoned: Callable[[], bool] = lambda: False
+    ) -> Tensor:
+        """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token.
+
+        Where layers run one by one, raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
+        """
         ops, config, weights = self._operations, self.config, self.weights
         if self._fused is not None and self._fused.fits(len(token_ids)):
             return self._fused(weights.embedding(token_ids), cache, meta)
@@ -156,6 +167,8 @@ class DecoderModel:
         step = StepContext(ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype), cos, sin)
         x = weights.embedding(token_ids)
         for layer in weights.layers:
+            if abandoned():
+                raise StepAbandoned
             normed = ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps)
             x += layer.attention(normed, step, config, ops)
             normed = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
 
@@ -43,16 +43,16 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _whole("top_k", self.top_k, 0, 2**31)
+        check_whole("top_k", self.top_k, 0, 2**31)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31)
+            check_whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         if self.seed is not None:
-            _whole("seed", self.seed, 0, MAX_SEED)
+            check_whole("seed", self.seed, 0, MAX_SEED)
         if self.top_logprobs is not None:
-            _whole("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+            check_whole("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         _check_stop(self.stop)
         for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias token id", token_id, 0, 2**31)
+            check_whole("logit_bias token id", token_id, 0, 2**31)
             _in_range("logit_bias", bias, -1e4, 1e4)
 
 
@@ -63,18 +63,21 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(f"logit_bias names token {token_id}; the model has tokens 0 to {vocab_size - 1}.")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raises `InvalidRequest`, with the bounds, unless `value` is a whole number from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {_shown(value)}.")
 
 
 def _in_range(name: str, value: object, low: float, high: float) -> None:
-    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
-        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
+    # Infinity and NaN lie in no range, and a whole number of any size can be compared.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}.")
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {value!r}.")
+def _shown(value: object) -> str:
+    """The beginning of a value; Python refuses to write whole numbers of thousands of digits."""
+    return "one of that size" if isinstance(value, int) and abs(value) >= 2**128 else f"{value!r:.40}"
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ OWN = "model"
 """Name of the template that came with the model."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+"""What may be rendered. No route takes "tool" any more, but chats that hold such a message can be continued."""
 _PROBE = "\ufdd4"
 
 _ALTERNATE = (

@@ -14,7 +14,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 
+from engine.models.registry import load_model
 from sessions.store import SessionStore
 from tests.support.fake_engine import wait_until
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
@@ -120,6 +123,15 @@ def test_the_plan_adds_up(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     rows = dict(line.split("  ", 1) for line in done.stdout.splitlines())
     assert "(512 bytes)" in rows["KV per token"] and rows["fits"].strip() == "yes"
+
+
+def test_the_plan_names_what_is_held(tmp_path):
+    """It said int8 for a file whose blocks are kept as they lie in it."""
+    path = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_1)
+    loaded = load_model(path, torch.device("cpu"))
+    done = run(tmp_path, "--plan", "--model", path, "--device", "cpu")
+    [weights] = [line for line in done.stdout.splitlines() if line.startswith("weights")]
+    assert weights.endswith(f"({loaded.weight_bytes} bytes) in {loaded.weight_format}")
 
 
 @pytest.fixture

@@ -53,10 +53,21 @@ def test_cache_and_probe(client, session_id):
 
 
 @pytest.mark.parametrize(
-    "query", ["tensor=x", "layer=a", "head=1.5", "count=1e9", "start=", "dims=99999", "layer=" + "9" * 5000]
+    ("query", "words"),
+    [
+        ("tensor=x", "tensor"),
+        ("layer=a", "layer must be a whole number, not 'a'."),
+        ("head=1.5", "head must be a whole number, not '1.5'."),
+        ("count=1e9", "count must be a whole number, not '1e9'."),
+        ("start=", "start must be a whole number, not ''."),
+        ("dims=17", "dims must lie between 1 and 16, the size of a head."),
+        ("dims=99999", "16"),
+        ("layer=" + "9" * 5000, "layer must be a smaller number"),
+    ],
+    ids=["tensor", "letter", "fraction", "exponent", "nothing", "head size", "far beyond", "digits"],
 )
-def test_senseless_probes(client, session_id, query):
-    assert_error(client.get(f"/api/sessions/{session_id}/cache/probe?{query}"), 400)
+def test_senseless_probes_are_told_what_would_make_sense(client, session_id, query, words):
+    assert words in assert_error(client.get(f"/api/sessions/{session_id}/cache/probe?{query}"), 400)["message"]
 
 
 def test_memory(client, engine):

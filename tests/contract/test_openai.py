@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -100,6 +101,69 @@ def test_both_names_of_the_limit_hold(client, limits, count, stream):
 @pytest.mark.parametrize("value", [0, -1, "5", 5.0, 5.5, True, [5], {}, 2**40])
 def test_limits_that_make_no_sense_are_refused(client, name, value):
     assert name in assert_error(post(client, {**ASK, name: value}), 400)["message"]
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "ipython", "", "User", None])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_role_that_is_not_supported_is_refused_before_anything_is_stored(client, session_id, role, path, in_session):
+    """A tool's message was stored, though no model here calls tools."""
+    messages = [{"role": "system", "content": "New."}, {"role": role, "content": "42"}, *ASK["messages"]]
+    body = {"messages": messages, **({"session_id": session_id} if in_session else {})}
+    error = assert_error(post(client, body, path), 400)
+    assert error["message"].startswith("messages[1].role must be one of system, developer, user, assistant")
+    assert ("tools are not supported" in error["message"]) == (role in ("tool", "function"))
+    stored = client.get(f"/api/sessions/{session_id}").json()
+    assert stored["messages"] == [] and stored["system_prompt"] == ""
+
+
+def test_a_refused_conversation_leaves_the_system_prompt_of_its_session(client, session_id):
+    """It was stored before the rest of the request was looked at."""
+    messages = [{"role": "system", "content": "New."}, *ASK["messages"]]
+    body = {"messages": messages, "session_id": session_id, "logit_bias": {"99999": 1}}
+    assert_error(post(client, body), 400)
+    stored = client.get(f"/api/sessions/{session_id}").json()
+    assert stored["messages"] == [] and stored["system_prompt"] == ""
+    assert post(client, {"messages": messages, "session_id": session_id}).status_code == 200
+    assert client.get(f"/api/sessions/{session_id}").json()["system_prompt"] == "New."
+
+
+BOUNDS = {
+    "max_tokens": ("1", "2147483647"), "max_completion_tokens": ("1", "2147483647"), "seed": ("0", str(2**63 - 1)),
+    "temperature": ("0", "100"), "top_p": ("0", "1"), "min_p": ("0", "1"), "top_k": ("0", str(2**31)),
+    "repetition_penalty": ("0.01", "100"), "presence_penalty": ("-100", "100"), "frequency_penalty": ("-100", "100"),
+    "n": ("1", "8"), "top_logprobs": ("0", "20"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [-(10**5), 2**31, 2**63, 2**64, -(2**64), 10**39, "5", [5]], ids=str)
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_refused_number_is_told_its_bounds(client, name, value):
+    """`max_tokens` of 2**31 had to be "at least 1", and greater ones were "too large": for what was not said."""
+    if name in ("seed", "top_k") and value == 2**31:
+        pytest.skip("that is a value")
+    body = {**ASK, "logprobs": True, name: value}
+    low, high = BOUNDS[name]
+    message = assert_error(post(client, body), 400)["message"]
+    assert re.match(rf"{name} must be a (whole )?number from {low} to {high}, not .+\.$", message), message
+
+
+@pytest.mark.parametrize("bias", [{"5": 1e5}, {"5": -(10**30)}, {"5": "1"}, {"5": True}], ids=str)
+def test_a_refused_bias_is_told_its_bounds(client, bias):
+    message = assert_error(post(client, {**ASK, "logit_bias": bias}), 400)["message"]
+    assert "from -10000 to 10000" in message
+
+
+def test_numbers_beyond_any_setting_are_refused_with_a_limit(client):
+    for number, limit in (("1" * 41, "40 digits"), ("1e999", "1.8e+308")):
+        raw = json.dumps({**ASK, "seed": 0}).replace('"seed": 0', f'"seed": {number}')
+        response = client.post("/v1/chat/completions", content=raw)
+        assert limit in assert_error(response, 400)["message"]
+
+
+def test_logprobs_of_a_completion_are_refused_by_their_own_name(client):
+    response = post(client, {"prompt": "a", "logprobs": 21}, "/v1/completions")
+    assert assert_error(response, 400)["message"] == "logprobs must be a whole number from 0 to 20, not 21."
 
 
 @pytest.mark.parametrize("stop", ["gamma", ["gamma"], ["nothing", "gamma"], ["gamma", "gam"]])

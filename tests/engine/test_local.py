@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,10 +234,49 @@ def test_more_replies_than_memory_all_finish_with_the_same_ids():
     roomy.close()
 
 
+def test_a_stop_does_not_wait_for_the_end_of_a_prefill(engine):
+    """A stop came back only when the running chunk of the prompt had gone through all layers."""
+    model = engine._steps().runner.model
+    run_layers, layers = model._operations.swiglu, []
+    first_layer, go_on = threading.Event(), threading.Event()
+
+    def slow(x):
+        layers.append(len(x))
+        first_layer.set()
+        assert go_on.wait(10)
+        return run_layers(x)
+
+    session_id, before = str(uuid.uuid4()), model._operations
+    model._operations = replace(before, swiglu=slow)
+    try:
+        stream = engine.generate(GenerateRequest(PROMPT, GREEDY, session_id))
+        assert first_layer.wait(10)
+        stream.cancel()
+        go_on.set()
+        last = list(stream)[-1]
+    finally:
+        model._operations = before
+    assert isinstance(last, Finished) and last.stats.finish_reason == "cancelled" and last.token_ids == ()
+    assert len(layers) == 1 < len(model.weights.layers), "the second layer was not run for nobody"
+    assert engine.inspect(session_id)["cache_pos"] == 0 and all(engine.inspect(session_id)["invariants"].values())
+    fresh = tiny_engine()
+    assert reply(engine, PROMPT, session_id).token_ids == reply(fresh, PROMPT).token_ids
+    fresh.close()
+
+
+def test_a_stop_leaves_the_others_of_its_step_alone(engine):
+    """Only a step that nobody waits for any more is abandoned."""
+    expected = reply(engine, tuple(range(60, 100))).token_ids
+    streams = [engine.generate(GenerateRequest(tuple(range(60, 100)), GREEDY)) for _ in range(3)]
+    streams[0].cancel()
+    streams[2].cancel()
+    assert list(streams[1])[-1].token_ids == expected
+
+
 def test_a_fork_shares_the_cache_and_neither_disturbs_the_other(engine):
     parent, child = str(uuid.uuid4()), str(uuid.uuid4())
     first = reply(engine, session_id=parent)
-    engine.fork(parent, child)
+    engine.fork(parent, child, (*PROMPT, *first.token_ids))
     left, right = (*PROMPT, *first.token_ids, *b"left"), (*PROMPT, *first.token_ids, *b"right")
     assert reply(engine, right, child).stats.reused_tokens == first.stats.cache_pos
     assert reply(engine, left, parent).stats.reused_tokens == first.stats.cache_pos
@@ -267,10 +307,42 @@ def test_probe_reads_what_the_kernel_reads(engine):
     twin = str(uuid.uuid4())
     reply(engine, session_id=twin)
     assert engine.probe(twin, ProbeQuery("k", 1, 1, 3, 4, 5)) == rows
-    assert engine.probe(session_id, ProbeQuery(start=10_000)) == []
-    for query in (ProbeQuery("q"), ProbeQuery(layer=99), ProbeQuery(head=-1), ProbeQuery(count=-1)):
-        with pytest.raises(InvalidRequest):
-            engine.probe(session_id, query)
+
+
+def test_a_probe_ends_where_the_cache_does(engine):
+    session_id = str(uuid.uuid4())
+    cache_pos = reply(engine, session_id=session_id).stats.cache_pos
+    assert [row["position"] for row in engine.probe(session_id, ProbeQuery(start=cache_pos - 2))] == [
+        cache_pos - 2,
+        cache_pos - 1,
+    ]
+    for start in (cache_pos, 10_000):
+        assert engine.probe(session_id, ProbeQuery(start=start)) == []
+    assert len(engine.probe(session_id, ProbeQuery(count=4096))) == cache_pos
+    assert [len(row["values"]) for row in engine.probe(session_id, ProbeQuery(count=1, dims=16))] == [16]
+    assert [len(row["values"]) for row in engine.probe(session_id, ProbeQuery(count=1))] == [10]
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        (ProbeQuery("q"), ["tensor", '"k"', '"v"']),
+        (ProbeQuery(layer=2), ["layer", "0 and 1"]),
+        (ProbeQuery(layer=-1), ["layer", "0 and 1"]),
+        (ProbeQuery(head=2), ["head", "0 and 1"]),
+        (ProbeQuery(head=-1), ["head", "0 and 1"]),
+        (ProbeQuery(start=-1), ["start", "at least 0"]),
+        (ProbeQuery(count=-1), ["count", "0 and 4096"]),
+        (ProbeQuery(count=4097), ["count", "0 and 4096"]),
+        (ProbeQuery(dims=0), ["dims", "1 and 16", "head"]),
+        (ProbeQuery(dims=17), ["dims", "1 and 16", "head"]),
+    ],
+)
+def test_a_probe_outside_the_model_names_its_bounds(engine, query, words):
+    """More values than a head has were silently fewer."""
+    with pytest.raises(InvalidRequest) as refused:
+        engine.probe(str(uuid.uuid4()), query)
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_an_unexpected_error_reaches_every_open_and_every_later_request():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from engine.config import EngineConfig
 from engine.errors import ModelFileError
@@ -20,15 +21,18 @@ from engine.memory_plan import (
     plan_memory,
     plan_table,
 )
-from engine.model_plan import plan_model, weight_bytes
+from engine.model_plan import PlannedWeights, plan_model, planned_weights
 from engine.models.layers import pick_format
 from engine.models.registry import load_model, read_config
 from engine.weights.gguf_reader import GGUFSource
+from engine.weights.names import from_gguf
 from engine.weights.safetensors_reader import SafetensorsSource
+from engine.weights.source import WeightSource
 from kernels.kv_format import KV_FORMATS
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
 
 MIB = 2**20
+CPU = torch.device("cpu")
 SIZES = ModelSizes(
     weight_bytes=100 * MIB,
     num_layers=16,
@@ -99,9 +103,35 @@ def test_weights_planned_from_the_header_are_those_loaded(tmp_path: Path, kind, 
     else:
         path = save_safetensors(tiny_model(kind), tmp_path)
         source = SafetensorsSource(path)
-    fmt = pick_format(torch.device("cpu"), dtype)
-    planned = weight_bytes(source, read_config(source)[1], fmt)
-    assert planned == pytest.approx(load_model(path, torch.device("cpu"), dtype).weight_bytes, rel=0.01)
+    assert_planned_as_loaded(source, dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"], ids=["tied", "own head"])
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "F16", "BF16"])
+@pytest.mark.parametrize("triton", [False, True])
+def test_quantised_weights_are_planned_as_they_are_kept(tmp_path: Path, kind, quant, triton):
+    """The plan said int8 for a file whose own blocks are kept."""
+    path = save_gguf(tiny_model(kind), tmp_path / "m.gguf", GGMLQuantizationType[quant])
+    assert_planned_as_loaded(GGUFSource(path), "auto", triton)
+
+
+def test_a_file_of_several_types_is_planned_as_it_is_kept(tmp_path: Path):
+    mixed = {"head.weight": "Q8_0", "embed.weight": "Q5_1", "layers.0.down.weight": "Q5_0", "layers.1.o.weight": "F16"}
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        return GGMLQuantizationType[mixed.get(from_gguf(name) or "", "Q4_0")]
+
+    source = GGUFSource(save_gguf(tiny_model("qwen2"), tmp_path / "m.gguf", kind_of))
+    for triton in (False, True):
+        assert_planned_as_loaded(source, "auto", triton)
+    assert planned_weights(source, read_config(source)[1], pick_format(CPU, "auto")).weight_format.count("(file)") == 2
+
+
+def assert_planned_as_loaded(source: WeightSource, dtype: str, triton: bool = False) -> None:
+    fmt = pick_format(CPU, dtype, triton)
+    loaded = load_model(source.path, CPU, dtype, triton=triton)
+    planned = planned_weights(source, read_config(source)[1], fmt)
+    assert planned == PlannedWeights(loaded.weight_bytes, loaded.weight_format)
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path):

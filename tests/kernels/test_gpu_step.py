@@ -56,7 +56,7 @@ def test_greedy_ids_and_logits_are_those_of_torch(kind: str, tmp_path: Path) -> 
     path = save_safetensors(tiny_model(kind), tmp_path)
     model = load_model(path, CPU, "float32", triton=True)
     # By this name the cache becomes float32 too.
-    assert model.weight_format == "float32" and pick_kv_format("auto", model) == "fp32"
+    assert model.weight_format == "float32" and pick_kv_format("auto", model.weight_format, model.dtype) == "fp32"
     ids, logits = decode(model)
     expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False))
     assert ids == expected_ids

@@ -156,8 +156,9 @@ class FakeEngine:
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        self.caches[new_session_id] = self.caches.get(session_id, [])[:token_count]
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        cached = self.caches.get(session_id, [])
+        self.caches[new_session_id] = cached[: _common(cached, list(token_ids))]
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._need_ok()
@@ -183,7 +184,7 @@ class FakeEngine:
         rows = []
         for position in range(query.start, min(query.start + query.count, len(ids))):
             phase = position * 0.7 + query.layer + 3 * query.head + (query.tensor == "v")
-            values = [round(2 * math.sin(phase + 1.3 * dim), 6) for dim in range(query.dims)]
+            values = [round(2 * math.sin(phase + 1.3 * dim), 6) for dim in range(query.dims or 10)]
             token_id = ids[position]
             rows.append(
                 {

@@ -25,6 +25,7 @@ from engine.tokenizer.detokenizer import Detokenizer
 from tests.support.tiny_tokenizer import chat_tokenizer
 
 BLOCK = 16
+HEAD_DIM = 16
 WORDS = ("alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "world é", "世界")
 
 
@@ -73,8 +74,9 @@ class FakeEngine:
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
 
-    def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
-        self.caches[new_session_id] = list(self.caches.get(session_id, ()))[:token_count]
+    def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        cached = list(self.caches.get(session_id, ()))
+        self.caches[new_session_id] = cached[: _common(cached, token_ids)]
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._check()
@@ -85,8 +87,10 @@ class FakeEngine:
         self._check()
         if query.tensor not in ("k", "v"):
             raise InvalidRequest('tensor must be "k" or "v".')
+        if query.dims is not None and not 1 <= query.dims <= HEAD_DIM:
+            raise InvalidRequest(f"dims must lie between 1 and {HEAD_DIM}, the size of a head.")
         ids = self.caches.get(session_id, [])[query.start : query.start + query.count]
-        values = [float("nan"), 0.5][: query.dims]
+        values = [float("nan"), *[0.5] * (HEAD_DIM - 1)][: query.dims or 10]
         return [
             {"position": query.start + i, "token_id": t, "token": self.tokenizer.token_text(t), "values": values}
             for i, t in enumerate(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ def save_safetensors(model: transformers.PreTrainedModel, folder: Path) -> Path:
 
 
 def save_gguf(
-    model: transformers.PreTrainedModel, path: Path, quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    model: transformers.PreTrainedModel,
+    path: Path,
+    quant: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType.F32,
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices in `quant`."""
+    """Write the model as llama.cpp's converter does, matrices in `quant`, or in what it says for a tensor's name."""
     config = model.config
     arch = "llama" if config.model_type == "mistral" else config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -98,7 +101,8 @@ def save_gguf(
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         values = np.ascontiguousarray(tensor.numpy())
-        kind = quant if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        wanted = quant(target) if callable(quant) else quant
+        kind = wanted if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -92,7 +92,7 @@ def test_selection_is_followed_and_kept_within_the_model(page):
 def _query(layer: int, head: int):
     from engine.protocol import ProbeQuery
 
-    return ProbeQuery("k", layer, head, 0, 10, 10)
+    return ProbeQuery("k", layer, head, 0, 10)
 
 
 def test_a_chat_not_stored_yet_has_model_and_memory(page):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import uuid
 from typing import Any
 
@@ -15,7 +16,8 @@ from engine.errors import InvalidRequest
 
 MAX_BODY_BYTES = 8 << 20
 MAX_IMPORT_BYTES = 64 << 20
-_MAX_INT = 2**63
+MAX_DIGITS = 40
+"""Of a whole number: more than any setting takes, so that the setting's own check can name its bounds."""
 
 
 class TooLarge(InvalidRequest):
@@ -110,13 +112,13 @@ def _no_number(name: str) -> float:
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise InvalidRequest("A number in the request is too large.")
+        raise InvalidRequest(f"A number in the request is too large; the most is {sys.float_info.max:.1e}.")
     return value
 
 
 def _int(text: str) -> int:
-    if len(text) > 20 or not -_MAX_INT <= int(text) < _MAX_INT:
-        raise InvalidRequest("A number in the request is too large.")
+    if len(text) > MAX_DIGITS:
+        raise InvalidRequest(f"A number in the request is too large; it may have {MAX_DIGITS} digits.")
     return int(text)
 
 

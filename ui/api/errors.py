@@ -45,6 +45,17 @@ def describe(error: BaseException) -> tuple[int, str, str]:
     return 500, "internal_error", INTERNAL
 
 
+def _parameter_sentence(error: RequestValidationError) -> str:
+    """What is wrong with the first parameter of an address that is not of its type."""
+    first = error.errors()[0]
+    if not {"type", "loc", "input"} <= first.keys() or first["type"] == "missing":
+        return f"{first['loc'][-1]} is missing."
+    kind = {"int": "a whole number", "bool": "true or false"}.get(first["type"].split("_")[0], "another value")
+    if first["type"] == "int_parsing_size":
+        kind = "a smaller number"
+    return f"{first['loc'][-1]} must be {kind}, not {first['input']!r:.40}."
+
+
 def install_error_handlers(api: FastAPI) -> None:
     """Unexpected exceptions are answered here too; the server then logs them."""
 
@@ -58,8 +69,7 @@ def install_error_handlers(api: FastAPI) -> None:
 
     async def parameter(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        place = error.errors()[0]["loc"][-1] if error.errors() else "parameter"
-        return error_response(400, "invalid_request", f"The value of {place} makes no sense.")
+        return error_response(400, "invalid_request", _parameter_sentence(error))
 
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

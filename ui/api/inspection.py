@@ -17,8 +17,6 @@ from ui.api.openai import render_stateless
 from ui.api.prometheus import CONTENT_TYPE, metrics_text
 from ui.chat import ChatService
 
-MAX_DIMS = 4096
-
 
 def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     @api.get("/health")
@@ -58,11 +56,9 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
         head: int = 0,
         start: int = 0,
         count: int = 10,
-        dims: int = 10,
+        dims: int | None = None,
     ) -> Response:
         session_id = await _known_session(chat, session_id)
-        if dims > MAX_DIMS:
-            raise InvalidRequest(f"dims must be at most {MAX_DIMS}.")
         query = ProbeQuery(tensor, layer, head, start, count, dims)
         positions = await asyncio.to_thread(chat.engine.probe, session_id, query)
         return Json({"session_id": session_id, "tensor": tensor, "layer": layer, "head": head, "positions": positions})

@@ -7,7 +7,9 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.protocol import ChatMessage
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant")
+"""No "tool": such a message answers a call of the model's, and none is made or read here."""
+TOOL_ROLES = ("tool", "function")
 PART_SEPARATOR = "\n"
 """What stands between the parts of a content that is a list: the parts "A" and "B" mean the text "A\nB"."""
 
@@ -49,7 +51,8 @@ def _message(value: Any, place: str) -> ChatMessage:
         raise InvalidRequest(f"{place} must be an object with role and content.")
     role = value.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(f"{place}.role must be one of {', '.join(ROLES)}.")
+        known = f"{place}.role must be one of {', '.join(ROLES)}"
+        raise InvalidRequest(f"{known}; tools are not supported." if role in TOOL_ROLES else f"{known}.")
     if "content" not in value and role != "assistant":
         raise InvalidRequest(f"{place}.content is missing.")
     # "developer" is the newer name of the same thing, and stored sessions know only one.

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequest, NotFound
 from engine.protocol import ChatMessage, TokenDelta
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import MAX_TOP_LOGPROBS, SamplingParams, check_whole
 from ui.api.bodies import Json, checked_uuid, optional, read_object
 from ui.api.generation import Indexed, Reply, seeded, stateless_events, turn_events, with_first_event
 from ui.api.messages import check_token_range, parse_messages, parse_prompt
@@ -81,7 +81,7 @@ def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelName
     async def completions(request: Request) -> Response:
         body = await read_object(request)
         model_name = await asyncio.to_thread(_checked_model, chat, body, models_on_disk)
-        logprobs = optional(body, "logprobs", int)
+        logprobs = _alternatives(body, "logprobs")
         call = _read_call(body, SamplingParams(max_tokens=COMPLETION_TOKENS), logprobs)
         echo = optional(body, "echo", bool, False)
         if echo and logprobs is not None:
@@ -146,9 +146,8 @@ async def _chunks(shape: Shape, call: _Call, events: AsyncIterator[Indexed]) -> 
 def _read_call(body: dict[str, Any], base: SamplingParams, top_logprobs: int | None) -> _Call:
     settings = {name: body[name] for name in SETTINGS if name in body}
     params = parse_params({**settings, "top_logprobs": top_logprobs}, base)
-    choices = optional(body, "n", int, 1)
-    if not 1 <= choices <= MAX_CHOICES:
-        raise InvalidRequest(f"n must be a whole number from 1 to {MAX_CHOICES}.")
+    choices = 1 if body.get("n") is None else body["n"]
+    check_whole("n", choices, 1, MAX_CHOICES)
     options = optional(body, "stream_options", dict, {})
     include_usage = optional(options, "include_usage", bool, False)
     return _Call(params, choices, optional(body, "stream", bool, False), include_usage)
@@ -157,10 +156,17 @@ def _read_call(body: dict[str, Any], base: SamplingParams, top_logprobs: int | N
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     """How many alternatives to each token are wanted; None: no log probabilities at all."""
     wanted = optional(body, "logprobs", bool, False)
-    top = optional(body, "top_logprobs", int)
+    top = _alternatives(body, "top_logprobs")
     if top is not None and not wanted:
         raise InvalidRequest("top_logprobs needs logprobs to be true.")
     return (top or 0) if wanted else None
+
+
+def _alternatives(body: dict[str, Any], name: str) -> int | None:
+    count = body.get(name)
+    if count is not None:
+        check_whole(name, count, 0, MAX_TOP_LOGPROBS)
+    return count
 
 
 def _model_names(chat: ChatService, models_on_disk: ModelNames) -> list[tuple[str, bool]]:
