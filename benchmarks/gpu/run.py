@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.common import median, spread
 from benchmarks.gpu import attention, report, steps
+from benchmarks.gpu.generate import SPARE, Setting
 from benchmarks.gpu.random_model import SHAPES, TINY, weight_format
 from benchmarks.gpu.timing import Budget, Timer, copy_bandwidth, free_bytes
 from benchmarks.roofline import Shape
@@ -36,12 +37,12 @@ def large_tiles() -> Iterator[None]:
         yield
 
 
-def shapes_that_fit(budget: Budget, device: torch.device, setting: steps.Setting) -> tuple[Shape, ...]:
+def shapes_that_fit(budget: Budget, device: torch.device, setting: Setting) -> tuple[Shape, ...]:
     """Of `SHAPES`, those that the free memory holds in at least one weight format."""
     free, found = free_bytes(device), []
     for shape in SHAPES:
         smallest = min(steps.memory_plan(shape, w, "fp16", setting.max_seq_len, 0).needed for w in steps.WEIGHTS)
-        if smallest + steps.SPARE <= free:
+        if smallest + SPARE <= free:
             found.append(shape)
         else:
             budget.skip(shape.name, f"needs {human_bytes(smallest)} or more, {human_bytes(free)} are free")
@@ -60,7 +61,7 @@ def run(device: torch.device, tiny: bool, minutes: float, rounds: int, results: 
 
 def measure(device: torch.device, tiny: bool, minutes: float, rounds: int) -> dict[str, Any]:
     budget, timer, dtype = Budget(60 * minutes), Timer(device, rounds), weight_format(device).compute_dtype
-    setting = steps.TINY_SETTING if tiny else steps.Setting()
+    setting = steps.TINY_SETTING if tiny else Setting()
     shapes = (TINY,) if tiny else shapes_that_fit(budget, device, setting)
     replaced = () if tiny else self_test.check(device, dtype, None)
     copies = copy_bandwidth(timer, 2**20 if tiny else min(COPY_BYTES, free_bytes(device) // 4))

@@ -9,17 +9,16 @@ it chooses, with random weights of the same shape and dtype.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.common import median, spread
-from benchmarks.gpu.random_model import config_json, plain_tokenizer, random_model, weight_format
+from benchmarks.gpu.generate import SPARE, Generate, Setting
+from benchmarks.gpu.random_model import plain_tokenizer, random_model
 from benchmarks.gpu.timing import Budget, Timer, free_bytes
 from benchmarks.roofline import BLOCK_SIZE, VALUE, Shape, token_bytes
 from engine.batch import build_metadata
@@ -40,29 +39,7 @@ WEIGHTS = ("F16", "Q8_0", "Q4_0", "Q4_K_M")
 GOALS = {"F16": 0.80, "Q4_0": 0.70, "Q4_K_M": 0.70}
 """Share of the floor."""
 GAP_GOAL = 0.05
-OURS_SECONDS, PEER_SECONDS = 25, 110
-SPARE = 2**28
-"""Bytes beside a plan: the benchmark's own, and what libraries take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Tokens before and in a measured reply, and steps that are queued at once."""
-
-    prompt: int = 1024
-    reply: int = 64
-    queued: int = 20
-
-    @property
-    def context(self) -> int:
-        """What a step in the middle of the reply sees."""
-        return self.prompt + self.reply // 2
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.prompt + self.reply + 1
-
-
+OURS_SECONDS = 25
 TINY_SETTING = Setting(prompt=12, reply=2, queued=1)
 
 
@@ -152,62 +129,6 @@ class Ours:
         self._engine.close()
 
 
-class Generate:
-    """transformers with a static cache."""
-
-    def __init__(self, shape: Shape, setting: Setting, device: torch.device) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        values = config_json(shape)
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(config, dtype=weight_format(device).compute_dtype).eval()
-        self._setting, self._ids = setting, torch.randint(shape.vocab, (1, setting.prompt), device=device)
-
-    @classmethod
-    def where_it_fits(cls, shape: Shape, setting: Setting, device: torch.device, budget: Budget) -> Generate | None:
-        """Warmed up; None, and noted, if there is neither memory nor time for it, or it does not run here."""
-        what = f"generate, {shape.name}"
-        needed, free = int(1.2 * token_bytes(shape, "F16").held) + SPARE, free_bytes(device)
-        if needed > free:
-            budget.skip(what, f"needs {human_bytes(needed)}, {human_bytes(free)} are free")
-            return None
-        if not budget.allows(what, PEER_SECONDS):
-            return None
-        with budget.noting(what):
-            found = cls(shape, setting, device)
-            found.tokens_per_second()
-            return found
-        return None
-
-    def close(self) -> None:
-        """Compiled code holds on to graphs and their memory."""
-        torch.compiler.reset()
-
-    def tokens_per_second(self) -> float:
-        """After the first token, as for the engine."""
-        moments: list[float] = []
-
-        def note(input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-            if input_ids.is_cuda:
-                torch.cuda.synchronize(input_ids.device)
-            moments.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-        count = self._setting.reply
-        self._model.generate(
-            self._ids,
-            attention_mask=torch.ones_like(self._ids),
-            do_sample=False,
-            min_new_tokens=count,
-            max_new_tokens=count,
-            cache_implementation="static",
-            stopping_criteria=[note],
-            pad_token_id=0,
-        )
-        return (len(moments) - 1) / (moments[-1] - moments[0])
-
-
 def rows(
     shapes: tuple[Shape, ...], setting: Setting, copy: float, timer: Timer, budget: Budget
 ) -> Iterator[dict[str, Any]]:
@@ -225,44 +146,62 @@ def rows(
 
 
 def _row(shape: Shape, weights: str, setting: Setting, copy: float, timer: Timer, budget: Budget) -> dict[str, Any]:
-    ours = Ours(shape, weights, setting, timer.device)
-    ours.tokens_per_second()
-    held, step, kv_format = ours.held(), ours.step(), ours.kv_format
-    peer = Generate.where_it_fits(shape, setting, timer.device, budget) if weights == "F16" else None
-    together = peer is not None
-    steps, speeds, peer_speeds = [], [], []
-    for _ in range(timer.rounds):
-        steps.append(timer.queued(step, setting.queued))
-        speeds.append(ours.tokens_per_second())
-        if peer is not None:
-            peer_speeds.append(peer.tokens_per_second())
-    ours.close()
-    if peer is None and weights == "F16":
-        del ours, step
-        gc.collect()
-        peer = Generate.where_it_fits(shape, setting, timer.device, budget)
-        peer_speeds = [peer.tokens_per_second() for _ in range(timer.rounds)] if peer is not None else []
-    if peer is not None:
-        peer.close()
-    size = step_bytes(shape, weights, kv_format, setting.context)
-    planned = memory_plan(shape, weights, kv_format, setting.max_seq_len, 0).needed
+    found = _measured(shape, weights, setting, timer, budget)
+    size = step_bytes(shape, weights, found.kv_format, setting.context)
+    planned = memory_plan(shape, weights, found.kv_format, setting.max_seq_len, 0).needed
+    step_ms, speed = median(found.step_ms), median(found.tokens_per_s)
     return {
         "model": shape.name,
         "weights": weights,
         "context": setting.context,
         "bytes": size,
         "floor_ms": 1e3 * size / copy,
-        "step_ms": median(steps),
-        "step_ms_spread": spread(steps),
-        "tokens_per_s": median(speeds),
-        "tokens_per_s_spread": spread(speeds),
-        "generate_tokens_per_s": median(peer_speeds) if peer_speeds else None,
-        "interleaved": together,
-        **judged(weights, 1e3 * size / copy, median(steps), 1e3 / median(speeds)),
-        "memory": held,
+        "step_ms": step_ms,
+        "step_ms_spread": spread(found.step_ms),
+        "tokens_per_s": speed,
+        "tokens_per_s_spread": spread(found.tokens_per_s),
+        "generate_tokens_per_s": median(found.generate_tokens_per_s) if found.generate_tokens_per_s else None,
+        "interleaved": found.interleaved,
+        **judged(weights, 1e3 * size / copy, step_ms, 1e3 / speed),
+        "memory": found.memory,
         "memory_plan": planned,
-        "memory_met": held <= planned,
+        "memory_met": found.memory <= planned,
     }
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A figure per round; `interleaved`: `generate` took its turns with the engine, else it ran afterwards."""
+
+    kv_format: str
+    memory: int
+    interleaved: bool
+    step_ms: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    generate_tokens_per_s: list[float] = field(default_factory=list)
+
+
+def _measured(shape: Shape, weights: str, setting: Setting, timer: Timer, budget: Budget) -> _Measured:
+    ours = Ours(shape, weights, setting, timer.device)
+    ours.tokens_per_second()
+    memory, step = ours.held(), ours.step()
+    compared = weights == "F16"
+    peer = Generate.where_it_fits(shape, setting, timer.device, budget) if compared else None
+    found = _Measured(ours.kv_format, memory, interleaved=peer is not None)
+    for _ in range(timer.rounds):
+        found.step_ms.append(timer.queued(step, setting.queued))
+        found.tokens_per_s.append(ours.tokens_per_second())
+        if peer is not None:
+            found.generate_tokens_per_s.append(peer.tokens_per_second())
+    ours.close()
+    if compared and peer is None:
+        del ours, step
+        gc.collect()
+        peer = Generate.where_it_fits(shape, setting, timer.device, budget)
+        found.generate_tokens_per_s = [peer.tokens_per_second() for _ in range(timer.rounds)] if peer else []
+    if peer is not None:
+        peer.close()
+    return found
 
 
 def judged(weights: str, floor_ms: float, step_ms: float, engine_ms: float) -> dict[str, Any]:
