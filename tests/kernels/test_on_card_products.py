@@ -19,7 +19,7 @@ from kernels.planes import PackedWeight, dequantise, pack, plain
 from kernels.reference.normalization import add_rms_norm_out, rms_norm_out, swiglu_out
 from kernels.reference.quantized import dequant_rows_out
 from tests.support.quantised import KINDS
-from tests.support.sizes import DEVICE, assert_as_good, dtypes, large_tiles, normal, sized
+from tests.support.sizes import DEVICE, assert_as_good, dtypes, large_tiles, need_memory, normal, sized
 
 EPS = 1e-5
 TINY = (70, 512)
@@ -42,6 +42,7 @@ def tiles() -> Iterator[None]:
 
 
 def weight(kind: str, size: tuple[int, int], dtype: torch.dtype) -> PackedWeight:
+    need_memory(14 * size[0] * size[1])  # also in float32, in x's dtype, and a part in float64
     if kind == "plain":
         return plain(normal(*size, dtype=dtype, seed=1) * size[1] ** -0.5)
     blocks = torch.from_numpy(random_blocks.__wrapped__(kind, *size)).to(DEVICE)

@@ -41,6 +41,15 @@ def large_tiles() -> Iterator[None]:
         yield
 
 
+def need_memory(nbytes: float) -> None:
+    """Skip a test on a card whose free memory is less."""
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        if free < nbytes:
+            pytest.skip(f"needs {nbytes / 2**30:.1f} GiB of the card's memory, {free / 2**30:.1f} are free")
+
+
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Made on the device: real sizes take the CPU too long."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
