@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Ours:
         for event in self._engine.generate(GenerateRequest(self._prompt, params, None)):
             if isinstance(event, Finished) and event.stats.decode_tokens_per_s:
                 return event.stats.decode_tokens_per_s
-        raise SystemExit("The engine failed; its log says why.")
+        raise RuntimeError("the engine failed; its log says why")
 
     def held(self) -> int:
         """Most bytes allocated since the weights were loaded; without a card what weights and cache take."""
@@ -182,18 +183,17 @@ class _Measured:
 
 
 def _measured(shape: Shape, weights: str, setting: Setting, timer: Timer, budget: Budget) -> _Measured:
-    ours = Ours(shape, weights, setting, timer.device)
-    ours.tokens_per_second()
-    memory, step = ours.held(), ours.step()
     compared = weights == "F16"
-    peer = Generate.where_it_fits(shape, setting, timer.device, budget) if compared else None
-    found = _Measured(ours.kv_format, memory, interleaved=peer is not None)
-    for _ in range(timer.rounds):
-        found.step_ms.append(timer.queued(step, setting.queued))
-        found.tokens_per_s.append(ours.tokens_per_second())
-        if peer is not None:
-            found.generate_tokens_per_s.append(peer.tokens_per_second())
-    ours.close()
+    with closing(Ours(shape, weights, setting, timer.device)) as ours:
+        ours.tokens_per_second()
+        memory, step = ours.held(), ours.step()
+        peer = Generate.where_it_fits(shape, setting, timer.device, budget) if compared else None
+        found = _Measured(ours.kv_format, memory, interleaved=peer is not None)
+        for _ in range(timer.rounds):
+            found.step_ms.append(timer.queued(step, setting.queued))
+            found.tokens_per_s.append(ours.tokens_per_second())
+            if peer is not None:
+                found.generate_tokens_per_s.append(peer.tokens_per_second())
     if compared and peer is None:
         del ours, step
         gc.collect()
