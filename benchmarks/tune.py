@@ -45,6 +45,13 @@ GEMM: Options = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "BLOCK_K": (4, 8), 
 KINDS = {"8bit": ("Q8_0",), "4bit": ("Q4_0", "Q4_K", "Q6_K"), "2bit": ("Q2_K", "Q3_K"), "plain": ("plain",)}
 
 
+HEADS = (
+    Shape("heads of 64", 1, 2048, 0, 32, 8, 64, 0, 0),
+    Shape("heads of 128", 1, 4096, 0, 32, 8, 128, 0, 0),
+    Shape("heads of 256", 1, 2048, 0, 8, 4, 256, 0, 0),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Tokens of context and of a chunk of prefill, rows and columns of a matrix, rows of x in a decode step."""
@@ -53,6 +60,7 @@ class Sizes:
     chunk: int = 512
     matrix: tuple[int, int] = (14336, 4096)
     several: int = 4
+    heads: tuple[Shape, ...] = HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +83,7 @@ class Choice:
 
 def jobs(device: torch.device, sizes: Sizes) -> Iterator[Job]:
     """One at a time: inputs of a job are gone before the next one's are made."""
-    for shape in (
-        Shape("heads of 64", 1, 2048, 0, 32, 8, 64, 0, 0),
-        Shape("heads of 128", 1, 4096, 0, 32, 8, 128, 0, 0),
-        Shape("heads of 256", 1, 2048, 0, 8, 4, 256, 0, 0),
-    ):
+    for shape in sizes.heads:
         yield from _attention(shape, device, sizes)
     for width, kinds in KINDS.items():
         yield from _products(width, kinds, device, sizes)

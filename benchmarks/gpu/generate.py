@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.random_model import config_json, weight_format
+from benchmarks.gpu.setting import SPARE, Setting
 from benchmarks.gpu.timing import Budget, free_bytes
 from benchmarks.roofline import Shape, token_bytes
 from engine.memory_plan import human_bytes
 
 PEER_SECONDS = 110
-SPARE = 2**28
-"""Bytes beside a plan: the benchmark's own, and what libraries take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Tokens before and in a measured reply, and steps that are queued at once."""
-
-    prompt: int = 1024
-    reply: int = 64
-    queued: int = 20
-
-    @property
-    def context(self) -> int:
-        """What a step in the middle of the reply sees."""
-        return self.prompt + self.reply // 2
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.prompt + self.reply + 1
 
 
 class Generate:
@@ -48,11 +28,15 @@ class Generate:
             self._model = AutoModelForCausalLM.from_config(config, dtype=weight_format(device).compute_dtype).eval()
         self._setting, self._ids = setting, torch.randint(shape.vocab, (1, setting.prompt), device=device)
 
+    @staticmethod
+    def needs(shape: Shape) -> int:
+        """Bytes of free memory."""
+        return int(1.2 * token_bytes(shape, "F16").held) + SPARE
+
     @classmethod
     def where_it_fits(cls, shape: Shape, setting: Setting, device: torch.device, budget: Budget) -> Generate | None:
-        """Warmed up; None, and noted, if there is neither memory nor time for it, or it does not run here."""
-        what = f"generate, {shape.name}"
-        needed, free = int(1.2 * token_bytes(shape, "F16").held) + SPARE, free_bytes(device)
+        """Warmed up; None, and noted, if there is no memory or no time for it, or it does not run here."""
+        what, needed, free = f"generate, {shape.name}", cls.needs(shape), free_bytes(device)
         if needed > free:
             budget.skip(what, f"needs {human_bytes(needed)}, {human_bytes(free)} are free")
             return None

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.common import median, spread
 from benchmarks.gpu import attention, report, steps
-from benchmarks.gpu.generate import SPARE, Setting
 from benchmarks.gpu.random_model import SHAPES, TINY, weight_format
+from benchmarks.gpu.setting import SPARE, TINY_SETTING, Setting
 from benchmarks.gpu.timing import Budget, Timer, copy_bandwidth, free_bytes
 from benchmarks.roofline import Shape
 from engine.memory_plan import human_bytes
@@ -41,7 +41,7 @@ def shapes_that_fit(budget: Budget, device: torch.device, setting: Setting) -> t
     """Of `SHAPES`, those that the free memory holds in at least one weight format."""
     free, found = free_bytes(device), []
     for shape in SHAPES:
-        smallest = min(steps.memory_plan(shape, w, "fp16", setting.max_seq_len, 0).needed for w in steps.WEIGHTS)
+        smallest = min(steps.memory_plan(shape, w, "fp16", setting.max_seq_len, 0).needed for w in setting.weights)
         if smallest + SPARE <= free:
             found.append(shape)
         else:
@@ -61,7 +61,7 @@ def run(device: torch.device, tiny: bool, minutes: float, rounds: int, results: 
 
 def measure(device: torch.device, tiny: bool, minutes: float, rounds: int) -> dict[str, Any]:
     budget, timer, dtype = Budget(60 * minutes), Timer(device, rounds), weight_format(device).compute_dtype
-    setting = steps.TINY_SETTING if tiny else Setting()
+    setting = TINY_SETTING if tiny else Setting()
     shapes = (TINY,) if tiny else shapes_that_fit(budget, device, setting)
     replaced = () if tiny else self_test.check(device, dtype, None)
     copies = copy_bandwidth(timer, 2**20 if tiny else min(COPY_BYTES, free_bytes(device) // 4))

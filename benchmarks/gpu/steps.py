@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import median, spread
-from benchmarks.gpu.generate import SPARE, Generate, Setting
+from benchmarks.gpu.generate import Generate
 from benchmarks.gpu.random_model import plain_tokenizer, random_model
+from benchmarks.gpu.setting import SPARE, Setting
 from benchmarks.gpu.timing import Budget, Timer, free_bytes
 from benchmarks.roofline import BLOCK_SIZE, VALUE, Shape, token_bytes
 from engine.batch import build_metadata
@@ -36,12 +37,10 @@ from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
 
-WEIGHTS = ("F16", "Q8_0", "Q4_0", "Q4_K_M")
 GOALS = {"F16": 0.80, "Q4_0": 0.70, "Q4_K_M": 0.70}
 """Share of the floor."""
 GAP_GOAL = 0.05
 OURS_SECONDS = 25
-TINY_SETTING = Setting(prompt=12, reply=2, queued=1)
 
 
 def step_bytes(shape: Shape, weights: str, kv_format: str, context: int) -> int:
@@ -135,7 +134,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row per shape and weight format that fits memory and time; `copy`: bytes per second of the card."""
     for shape in shapes:
-        for weights in WEIGHTS:
+        for weights in setting.weights:
             what, free = f"steps, {shape.name}, {weights}", free_bytes(timer.device)
             planned = memory_plan(shape, weights, "fp16", setting.max_seq_len, max(free - SPARE, 0))
             if not planned.fits:
@@ -184,17 +183,20 @@ class _Measured:
 
 def _measured(shape: Shape, weights: str, setting: Setting, timer: Timer, budget: Budget) -> _Measured:
     compared = weights == "F16"
+    peer = None
     with closing(Ours(shape, weights, setting, timer.device)) as ours:
         ours.tokens_per_second()
         memory, step = ours.held(), ours.step()
-        peer = Generate.where_it_fits(shape, setting, timer.device, budget) if compared else None
+        beside = compared and Generate.needs(shape) <= free_bytes(timer.device)
+        if beside:
+            peer = Generate.where_it_fits(shape, setting, timer.device, budget)
         found = _Measured(ours.kv_format, memory, interleaved=peer is not None)
         for _ in range(timer.rounds):
             found.step_ms.append(timer.queued(step, setting.queued))
             found.tokens_per_s.append(ours.tokens_per_second())
             if peer is not None:
                 found.generate_tokens_per_s.append(peer.tokens_per_second())
-    if compared and peer is None:
+    if compared and not beside:
         del ours, step
         gc.collect()
         peer = Generate.where_it_fits(shape, setting, timer.device, budget)

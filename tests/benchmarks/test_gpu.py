@@ -14,7 +14,8 @@ from benchmarks import roofline
 from benchmarks.gpu import attention, run, steps
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.random_model import SHAPES, TINY, random_model
-from benchmarks.gpu.timing import Budget
+from benchmarks.gpu.setting import TINY_SETTING, WEIGHTS, Setting
+from benchmarks.gpu.timing import Budget, Timer, copy_bandwidth
 from tests.support import interpreter
 
 LLAMA = next(shape for shape in SHAPES if shape.name == "Llama-3-8B")
@@ -54,7 +55,7 @@ def test_a_step_moves_all_weights_and_the_cache() -> None:
     assert steps.step_bytes(TINY, "Q4_0", "fp16", 13) == quantised
 
 
-@pytest.mark.parametrize("weights", steps.WEIGHTS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_random_model_takes_what_the_plan_says(weights: str, quick_interpreter: None) -> None:
     model = random_model(TINY, weights, torch.device("cpu"))
     assert model.weight_bytes == roofline.token_bytes(TINY, weights).held
@@ -82,7 +83,7 @@ def test_shares_are_judged_by_their_goals() -> None:
 def test_shapes_are_those_that_fit(monkeypatch: pytest.MonkeyPatch, free: float, names: list[str]) -> None:
     monkeypatch.setattr(run, "free_bytes", lambda device: int(free))
     budget = Budget(1)
-    shapes = run.shapes_that_fit(budget, torch.device("cpu"), steps.Setting())
+    shapes = run.shapes_that_fit(budget, torch.device("cpu"), Setting())
     assert [shape.name for shape in shapes] == names
     assert len(budget.skipped) == len(SHAPES) - len(names) and all("are free" in reason for reason in budget.skipped)
 
@@ -102,6 +103,12 @@ def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert said.err == "This benchmark needs a CUDA card and its driver, and none is available.\n" and not said.out
 
 
+def test_a_copy_reads_and_writes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million bytes in half a millisecond are 4 GB/s."""
+    monkeypatch.setattr(Timer, "queued", lambda self, run, count: 0.5)
+    assert copy_bandwidth(Timer(torch.device("cpu"), 3), 10**6) == [4e9] * 3
+
+
 def shares(row: dict[str, Any]) -> list[float]:
     return [
         value for key, value in row.items() if key in ("share", "ms", "step_ms", "floor_ms", "tokens_per_s", "bytes")
@@ -116,7 +123,7 @@ def test_all_of_it_tiny(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["benchmark"] == "gpu" and result["skipped"] == [] and result["copy_bytes_per_s"] > 0
     assert [row["kv_format"] for row in result["attention"]] == ["fp16", "int8", "fp8", "int4"]
-    assert [row["weights"] for row in result["steps"]] == list(steps.WEIGHTS)
+    assert [row["weights"] for row in result["steps"]] == list(TINY_SETTING.weights)
     for row in result["attention"] + result["steps"]:
         values = shares(row)
         assert len(values) >= 3 and all(math.isfinite(value) and value > 0 for value in values), row
