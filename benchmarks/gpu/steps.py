@@ -149,7 +149,7 @@ def _row(shape: Shape, weights: str, setting: Setting, copy: float, timer: Timer
     found = _measured(shape, weights, setting, timer, budget)
     size = step_bytes(shape, weights, found.kv_format, setting.context)
     planned = memory_plan(shape, weights, found.kv_format, setting.max_seq_len, 0).needed
-    step_ms, speed = median(found.step_ms), median(found.tokens_per_s)
+    step_ms, speed, other = median(found.step_ms), median(found.tokens_per_s), found.generate_tokens_per_s
     return {
         "model": shape.name,
         "weights": weights,
@@ -160,7 +160,8 @@ def _row(shape: Shape, weights: str, setting: Setting, copy: float, timer: Timer
         "step_ms_spread": spread(found.step_ms),
         "tokens_per_s": speed,
         "tokens_per_s_spread": spread(found.tokens_per_s),
-        "generate_tokens_per_s": median(found.generate_tokens_per_s) if found.generate_tokens_per_s else None,
+        "generate_tokens_per_s": median(other) if other else None,
+        "generate_tokens_per_s_spread": spread(other) if other else None,
         "interleaved": found.interleaved,
         **judged(weights, 1e3 * size / copy, step_ms, 1e3 / speed),
         "memory": found.memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kernels.gpu.swiglu import swiglu
 from kernels.planes import PackedWeight, dequantise, pack, plain
 from kernels.reference.normalization import add_rms_norm_out, rms_norm_out, swiglu_out
 from kernels.reference.quantized import dequant_rows_out
+from tests.kernels import build_kernels
 from tests.support.quantised import KINDS
 from tests.support.sizes import DEVICE, assert_as_good, dtypes, large_tiles, need_memory, normal, sized
 
@@ -161,3 +163,9 @@ def test_swiglu(size: tuple[int, int]) -> None:
         swiglu_out(gate_up, same)
         gate, up = gate_up.double().chunk(2, -1)
         assert_as_good(found, same, F.silu(gate) * up)
+
+
+def test_every_kernel_is_checked_at_real_sizes() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_on_card_*.py"))
+    missing = [name for name in build_kernels.kernel_files() if f"from kernels.gpu.{name} import" not in text]
+    assert not missing
