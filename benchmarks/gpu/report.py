@@ -41,10 +41,10 @@ def commit() -> str:
 
 
 def verdict(share: float, goal: float | None, met: bool | None) -> str:
-    """A share, and beside it what it should be: "91 % of 85 %: met"."""
+    """A share, and beside it what it should be: "91.0 %, goal 85 %: met"."""
     if goal is None or met is None:
         return f"{100 * share:.1f} %"
-    return f"{100 * share:.1f} % of {100 * goal:.0f} %: {'met' if met else 'not met'}"
+    return f"{100 * share:.1f} %, goal {100 * goal:.0f} %: {'met' if met else 'not met'}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -52,7 +52,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def print_attention(rows: Sequence[dict[str, Any]]) -> None:
-    print("\npaged_decode with its reduction, one layer; share of the copy bandwidth, of its goal\n")
+    print("\npaged_decode with its reduction, one layer; share of the copy bandwidth beside its goal\n")
     head = ("model", "cache", "context", "ms", "spread", "share", "sdpa, ms", "compiled torch, ms")
     print_table(
         head,
@@ -88,7 +88,7 @@ def print_steps(rows: Sequence[dict[str, Any]]) -> None:
     )
     table = []
     for row in rows:
-        gap = f"{100 * row['host_gap']:.1f} %, below {100 * row['host_gap_goal']:.0f} %: "
+        gap = f"{100 * row['host_gap']:.1f} %, goal below {100 * row['host_gap_goal']:.0f} %: "
         used = f"{human_bytes(row['memory'])}, planned {human_bytes(row['memory_plan'])}: "
         other = _number(row["generate_tokens_per_s"], 1)
         table.append(

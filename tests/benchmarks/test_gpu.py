@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import roofline
-from benchmarks.gpu import attention, run, steps
+from benchmarks.gpu import attention, report, run, steps
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.random_model import SHAPES, TINY, random_model
 from benchmarks.gpu.setting import TINY_SETTING, WEIGHTS, Setting
@@ -101,6 +101,12 @@ def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main([]) == 2
     said = capsys.readouterr()
     assert said.err == "This benchmark needs a CUDA card and its driver, and none is available.\n" and not said.out
+
+
+def test_goals_stand_beside_shares() -> None:
+    assert report.verdict(0.91, 0.85, True) == "91.0 %, goal 85 %: met"
+    assert report.verdict(0.5, 0.85, False) == "50.0 %, goal 85 %: not met"
+    assert report.verdict(0.5, None, None) == "50.0 %"
 
 
 def test_a_copy_reads_and_writes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
