@@ -13,7 +13,15 @@ from engine.models.architecture import Architecture
 from engine.models.attention import Attention
 from engine.models.config import ModelConfig, config_from_gguf, config_from_json
 from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights
-from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightLoader, pick_format
+from engine.models.layers import (
+    Embedding,
+    Linear,
+    PlainLinear,
+    TableEmbedding,
+    WeightFormat,
+    WeightLoader,
+    pick_format,
+)
 from engine.models.llama import LLAMA
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen3 import QWEN3
@@ -24,7 +32,7 @@ from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
 from kernels.dispatch import operations, triton_runs_on
 
-__all__ = ["ARCHITECTURES", "DecoderModel", "load_model"]
+__all__ = ["ARCHITECTURES", "DecoderModel", "build_model", "load_model"]
 
 ARCHITECTURES = (LLAMA, QWEN2, QWEN3)
 _LOADER_THREADS = 2
@@ -47,13 +55,25 @@ def load_model(
     Raises `ModelFileError`, one sentence, for what can't be read or run.
     """
     source: WeightSource = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
+    fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
+    return build_model(source, device, fmt, progress=progress, max_seq_len=max_seq_len)
+
+
+def build_model(
+    source: WeightSource,
+    device: torch.device,
+    fmt: WeightFormat,
+    *,
+    progress: ProgressCallback | None = None,
+    max_seq_len: int | None = None,
+) -> DecoderModel:
+    """The model of a source that is open, its matrices kept as `fmt` says; otherwise as `load_model`."""
     architecture, config = read_config(source)
     _check_window(config, max_seq_len)
     shapes = source.shapes()
     tied, warnings = _tied_head(source, config)
     _check_shapes(shapes, architecture, config, tied)
     table = operations(device)
-    fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
     loader = WeightLoader(source, device, fmt, table)
     weights = _load_weights(loader, architecture, config, tied, progress)
     source.release()

@@ -58,7 +58,7 @@ def check(device: torch.device, dtype: torch.dtype, kept: Path | None) -> tuple[
 def _key(device: torch.device, dtype: torch.dtype) -> str:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted((*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("tuned.json"))):
         digest.update(source.read_bytes())
     return " ".join((card, str(dtype), torch.__version__, triton.__version__, digest.hexdigest()[:16]))
 
