@@ -50,6 +50,7 @@ class GrowingStore:
     """A `PagedStore` of any format, whose extents come one by one, each full of NaN but for the null block."""
 
     spec = _Spec()
+    balance = None
 
     def __init__(self, kv_format: str, shape: Shape, extents: int) -> None:
         self.kv_format, self.blocks_per_extent, self._shape = kv_format, PER_EXTENT, shape
