@@ -107,7 +107,8 @@ class Sequence:
 
     def adopt_prefix(self) -> None:
         """Take blocks of the tree where they hold more of `token_ids` than its own; one token stays to be run."""
-        count, path, checkpoint = self._cache.shared(self.token_ids)
+        shared = self._cache.shared(self.token_ids)
+        count, path = shared.count, shared.path
         self._cache.touch(path)
         if count <= self.cache_pos:
             return
@@ -119,7 +120,7 @@ class Sequence:
         self.nodes = path[: count // self._cache.block_size]
         self.cache_pos = count
         if self.state is not None:
-            self.state.hold(checkpoint)
+            self.state.hold(shared.checkpoint)
         if len(self.nodes) < len(path):
             self._own_last_block()
 

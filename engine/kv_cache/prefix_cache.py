@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocks
 from engine.kv_cache.checkpoints import Checkpoint, StateCheckpoints
@@ -26,7 +25,8 @@ class Node:
     children: dict[BlockKey, Node] = field(default_factory=dict)
 
 
-class SharedPrefix(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
     """What others have computed of a prompt: its first `count` tokens, the full blocks that hold them, the state."""
 
     count: int

@@ -198,7 +198,7 @@ def test_a_deleted_session_leaves_no_state():
 
 
 class Traffic:
-    """Sends, edits, forks, failures, cancels and deletes of several sessions on pools that hold little more than one."""
+    """Sends, edits, forks, failures, cancels, deletes of several sessions on pools that hold little more than one."""
 
     LIMIT = 11 * SIZE
 
