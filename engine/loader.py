@@ -13,6 +13,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.ssm_state import SSMStatePool
+from engine.memory_plan import human_bytes, split_budget
 from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
@@ -27,7 +29,8 @@ KV_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block."""
+    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block, `state_slots` the null
+    slot of `states`, which models with recurrent layers have."""
 
     model: DecoderModel
     cache: KVCache
@@ -38,6 +41,8 @@ class EngineParts:
     max_blocks: int
     limits: SchedulerLimits
     warnings: tuple[str, ...] = field(default=())
+    states: SSMStatePool | None = None
+    state_slots: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -63,6 +68,8 @@ class EngineParts:
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "bytes_per_token": spec.bytes_per_token,
+            "state_layers": self.states.spec.num_layers if self.states is not None else 0,
+            "state_bytes": self.states.spec.nbytes if self.states is not None else 0,
             "vocab_size": self.vocab_size,
             "chat_template": self.tokenizer.template_name,
             "chat_templates": list(self.tokenizer.template_names()),
@@ -97,14 +104,18 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model)
     spec = KVCacheSpec(
-        num_layers=model.config.num_layers,
+        num_layers=model.config.num_attention_layers,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_size=config.block_size,
         dtype=KV_DTYPES[kv_format],
     )
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
-    max_blocks = budget // (spec.bytes_per_token * spec.block_size)
+    limits = CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS
+    state = model.state_spec
+    max_blocks, state_slots = split_budget(budget, spec.block_bytes, state.nbytes if state else 0, limits.max_sequences)
+    if state is not None and state_slots < 2:
+        raise ConfigError(f"The KV budget does not hold one state of {human_bytes(state.nbytes)}; raise --kv-budget.")
     max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
     return EngineParts(
         model=model,
@@ -114,8 +125,10 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
         kv_format=kv_format,
         max_seq_len=max_seq_len,
         max_blocks=max_blocks,
-        limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
+        limits=limits,
         warnings=(*tokenizer.warnings, *model.warnings),
+        states=SSMStatePool(state, model.device) if state is not None else None,
+        state_slots=state_slots,
     )
 
 
@@ -145,7 +158,7 @@ def default_kv_budget(device: torch.device) -> int:
 
 def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:
     """The context limit: as asked, or what the model was trained for and the budget can hold."""
-    room = (max_blocks - 1) * spec.block_size
+    room = (max_blocks - 1) * spec.block_size if spec.num_layers else model_limit
     if wanted is not None and wanted > model_limit:
         raise ConfigError(f"--max-seq-len {wanted} is more than the model's own context of {model_limit} tokens.")
     if wanted is not None and wanted > room:

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
 from engine.models.layers import WeightFormat, pick_format
+from engine.models.recurrence import state_spec
 from engine.models.registry import read_config
 from engine.weights.catalog import ModelSource, resolve
 from engine.weights.gguf_reader import GGUFSource
@@ -51,16 +52,18 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     free, total = _device_memory(device)
     share = loader.CARD_SHARE if device.type == "cuda" else loader.RAM_SHARE
     limits = loader.CUDA_LIMITS if device.type == "cuda" else loader.CPU_LIMITS
+    state = state_spec(sizes, fmt.compute_dtype)
     plan = plan_memory(
         ModelSizes(
             weight_bytes=weights,
-            num_layers=sizes.num_layers,
+            num_layers=sizes.num_attention_layers,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
             hidden_size=sizes.hidden_size,
             intermediate_size=sizes.intermediate_size,
             vocab_size=sizes.vocab_size,
             context_tokens=sizes.max_position_embeddings,
+            state_bytes=state.nbytes if state is not None else 0,
         ),
         kv_format=kv_format,
         block_size=config.block_size,
@@ -70,6 +73,7 @@ def plan_model(config: EngineConfig) -> PlannedModel:
         max_seq_len=config.max_seq_len,
         batch_tokens=limits.max_batch_tokens,
         compute_bytes=fmt.compute_dtype.itemsize,
+        sequences=limits.max_sequences,
     )
     return PlannedModel(plan, found.name, str(device), fmt.name, kv_format)
 
@@ -82,9 +86,11 @@ def weight_bytes(source: WeightSource, config: ModelConfig, fmt: WeightFormat) -
         shapes.pop("head.weight", None)
     elif fmt.rows_from_file:
         del shapes["embed.weight"]
-    matrices = sum(_matrix_bytes(source, name, shape, fmt) for name, shape in shapes.items() if len(shape) > 1)
-    norms = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
-    return matrices + norms * fmt.compute_dtype.itemsize
+    matrices = sum(_matrix_bytes(source, name, shape, fmt) for name, shape in shapes.items() if len(shape) == 2)
+    small = (".conv.weight", ".conv.bias", "norm.weight")
+    others = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(small))
+    scalars = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith((".a_log", ".d", ".dt_bias")))
+    return matrices + others * fmt.compute_dtype.itemsize + 4 * scalars
 
 
 def _matrix_bytes(source: WeightSource, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> int:

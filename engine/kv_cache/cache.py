@@ -40,7 +40,7 @@ class KVCache:
         self.spec = spec
         self.device = device
         self.max_blocks = max_blocks
-        self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
+        self.blocks_per_extent = max(1, extent_bytes // max(spec.block_bytes, 1))
         self.extents: list[Tensor] = []
         self.scale_extents: list[Tensor] = []
         # As long as the cache may ever need it: a captured CUDA graph holds its address, only its content changes.

@@ -46,13 +46,16 @@ class StateCheckpoints:
 
     def newest(self, token_ids: Sequence[int], limit: int) -> Checkpoint | None:
         """The longest prefix of the first `limit` ids whose state was kept."""
+        return next(self.along(token_ids, limit), None)
+
+    def along(self, token_ids: Sequence[int], limit: int) -> Iterator[Checkpoint]:
+        """All prefixes of the first `limit` ids whose state was kept, the longest first."""
         wanted = tuple(token_ids[:limit])
         candidates = [kept for kept in self if kept.position <= len(wanted)]
         candidates.sort(key=lambda kept: kept.position, reverse=True)
         for kept in candidates:
             if kept.token_ids[-1] == wanted[kept.position - 1] and kept.token_ids == wanted[: kept.position]:
-                return kept
-        return None
+                yield kept
 
     def add(self, token_ids: Sequence[int], slot: int, session_id: str | None) -> Checkpoint:
         """Keep the state in `slot`, whose owner the index becomes. If the prefix has one already, that one stays."""

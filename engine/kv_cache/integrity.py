@@ -35,16 +35,14 @@ def _check_states(checkpoints: StateCheckpoints, sequences: Iterable[Sequence]) 
     for sequence in sequences:
         state = sequence.state
         assert state is not None
-        if (state.live is not None) != (sequence.status is Status.RUNNING) or (state.live and state.held):
+        if (state.live is not None) != (sequence.status is Status.RUNNING):
             raise AssertionError("a running sequence has no state of its own, or another one has")
+        if not state.is_at(sequence.token_ids[: sequence.cache_pos]):
+            raise AssertionError(f"cache_pos is {sequence.cache_pos}, but the state held is another one")
         if state.live is not None:
             owners[state.live] += 1
         elif state.held is not None:
             owners[state.held.slot] += 1
-            if list(state.held.token_ids) != sequence.token_ids[: sequence.cache_pos]:
-                raise AssertionError(f"the state held at {sequence.cache_pos} is that of other ids")
-        elif sequence.cache_pos:
-            raise AssertionError(f"cache_pos is {sequence.cache_pos}, but no state is held")
     checkpoints.slots.check_integrity(dict(owners))
 
 

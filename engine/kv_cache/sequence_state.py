@@ -25,6 +25,12 @@ class SequenceState:
         kept = self._checkpoints.newest(token_ids, count)
         return 0 if kept is None else kept.position
 
+    def is_at(self, token_ids: Sequence[int]) -> bool:
+        """Whether what is had is the state after `token_ids`; of a live state its owner says so."""
+        if self.live is not None or not token_ids:
+            return self.held is None
+        return self.held is not None and self.held.token_ids == tuple(token_ids)
+
     def cut(self, token_ids: Sequence[int], count: int, cache_pos: int) -> int:
         """Go back to `resume_point`, which is returned; a live state that is past it is given up."""
         if count == cache_pos and (self.live is not None or self.held is not None):
@@ -35,6 +41,10 @@ class SequenceState:
         """Hold the newest checkpoint of the first `limit` ids; its position, 0 if there is none."""
         self.hold(self._checkpoints.newest(token_ids, limit))
         return 0 if self.held is None else self.held.position
+
+    def checkpoints(self, token_ids: Sequence[int]) -> list[int]:
+        """Positions within `token_ids` whose state was kept, in order."""
+        return sorted(kept.position for kept in self._checkpoints.along(token_ids, len(token_ids)))
 
     def hold(self, kept: Checkpoint | None) -> None:
         """Go on from `kept`, or from the first token, and from nothing else."""
