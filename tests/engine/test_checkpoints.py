@@ -1,7 +1,7 @@
 """Recurrent states without tensors: a slot "holds" the ids it is the state of, so what a copy would do can be watched.
 
 A state can't be cut back. Whatever is done to a sequence, the state that it runs on must be that of exactly its first
-`cache_pos` ids, and no slot may be lost or used twice.
+`cache_pos` ids, its blocks must hold those ids too, and no slot may be lost or used twice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Machine:
         self.cache = PrefixCache(BlockPool(blocks if holds_kv else 2), SIZE, self.checkpoints, holds_kv)
         self.scheduler = Scheduler(self.cache, SchedulerLimits(**limits))
         self.states: dict[int, list[int]] = {}
+        self.kv: dict[int, list[int | None]] = {}
         self.steps: list[list[int]] = []
 
     def new(self, token_ids: list[int], session_id: str | None = "s") -> Sequence:
@@ -38,6 +39,23 @@ class Machine:
     def copy(self) -> None:
         for source, target in self.checkpoints.slots.take_copies():
             self.states[target] = [] if source == CLEARED else list(self.states[source])
+        for source, target in self.cache.pool.take_copies():
+            self.kv[target] = list(self.kv[source])
+
+    def run(self, sequence: Sequence, start: int, count: int) -> None:
+        """What the model does with an item: it reads state and blocks and writes its tokens into both."""
+        ids = sequence.token_ids
+        assert sequence.state is not None and sequence.state.live is not None
+        state = self.states[sequence.state.live]
+        assert state == ids[:start], "the state is not that of the ids before this step"
+        state += ids[start : start + count]
+        for position in range(start + count if self.cache.holds_kv else 0):
+            block_id = sequence.block_table[position // SIZE]
+            block = self.kv.setdefault(block_id, [None] * SIZE)
+            if position >= start:
+                assert self.cache.pool.ref_count(block_id) == 1, "a block of several owners is written"
+                block[position % SIZE] = ids[position]
+            assert block[position % SIZE] == ids[position], "the blocks don't hold the ids before this step"
 
     def step(self, sample=lambda sequence: 7) -> list[Sequence]:
         batch = self.scheduler.schedule()
@@ -46,10 +64,7 @@ class Machine:
         self.copy()
         for item in batch.items:
             sequence = item.sequence
-            assert sequence.state is not None and sequence.state.live is not None
-            state = self.states[sequence.state.live]
-            assert state == sequence.token_ids[: item.start], "the state is not that of the ids before this step"
-            state += sequence.token_ids[item.start : item.start + item.count]
+            self.run(sequence, item.start, item.count)
             sequence.advance(item.count)
             if item.wants_logits:
                 sequence.token_ids.append(sample(sequence))
@@ -76,7 +91,8 @@ class Machine:
     def check(self) -> None:
         self.copy()
         check_integrity(self.cache, self.scheduler.sequences())
-        for kept in self.checkpoints:
+        held = [sequence.state.held for sequence in self.scheduler.sequences() if sequence.state.held]
+        for kept in [*self.checkpoints, *held]:
             assert self.states[kept.slot] == list(kept.token_ids), "a checkpoint was written to"
 
 
