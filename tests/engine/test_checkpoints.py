@@ -138,6 +138,16 @@ def test_a_shared_block_is_copied_where_the_state_lies_inside_it():
     assert machine.turn(child, [*range(9), 7, 7, 8, 4, 5, 6]) == 11
 
 
+def test_a_prompt_taken_over_within_a_block_copies_that_block():
+    """The block was filled after the state inside it was kept; the newcomer runs the rest of it again."""
+    machine = Machine()
+    machine.turn(machine.new([], "a"), list(range(9)))
+    machine.turn(machine.scheduler.idle["a"], [*range(9), 7, 7, 7])
+    assert [kept.position for kept in machine.checkpoints] == [8, 11, 14]
+    assert machine.turn(machine.new([], "b"), [*range(9), 7, 7, 7, 5, 5, 5]) == 11
+    assert machine.turn(machine.scheduler.idle["a"], [*range(9), 7, 7, 7, 7, 7, 4]) == 14
+
+
 def test_a_fork_of_a_running_reply_has_the_state_of_that_moment():
     machine = Machine()
     sequence = machine.new(list(range(9)), "parent")
