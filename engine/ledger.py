@@ -15,19 +15,24 @@ from engine.step_loop import StepLoop
 def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
     """Bytes by kind. On the CPU "device" is the machine's RAM and the allocator's part is what the process holds
     beyond weights, KV and workspace (interpreter, libraries, buffers)."""
-    spec = parts.cache.spec
-    block_bytes = spec.bytes_per_token * spec.block_size
+    spec, states = parts.cache.spec, parts.states
+    block_bytes = spec.block_bytes
+    state_bytes = states.spec.nbytes if states is not None else 0
+    slots = loop.prefix_cache.checkpoints.slots if loop.prefix_cache.checkpoints is not None else None
+    state_reserved = states.reserved_bytes if states is not None else 0
     weights = parts.model.weight_bytes
     kv_reserved = parts.cache.reserved_bytes
-    workspace = parts.cache.workspace_bytes
+    workspace = parts.cache.workspace_bytes + (states.workspace_bytes if states is not None else 0)
     device = _card_figures(parts.model.device) if parts.model.device.type == "cuda" else _ram_figures()
-    own = weights + kv_reserved + workspace
+    own = weights + kv_reserved + state_reserved + workspace
     return {
         "weights": weights,
         "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
         "kv_reserved": kv_reserved,
         "kv_ram": 0,
         "kv_disk": 0,
+        "state_used": slots.used_count * state_bytes if slots is not None else 0,
+        "state_reserved": state_reserved,
         "workspace": workspace,
         "allocator_slack": max(device["process"] - own, 0),
         "other_processes": max(device["total"] - device["free"] - device["process"], 0),
@@ -43,6 +48,7 @@ def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
             seq.session_id: {
                 "kv_used": seq.cache_pos * spec.bytes_per_token,
                 "kv_reserved": len(seq.block_table) * block_bytes,
+                "state": state_bytes if seq.state is not None and seq.cache_pos else 0,
             }
             for seq in loop.scheduler.sequences()
             if seq.session_id is not None

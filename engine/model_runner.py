@@ -12,6 +12,7 @@ from engine.batch import build_metadata
 from engine.cuda_graph import DecodeGraphs
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.ssm_state import SSMStatePool
 from engine.models.registry import DecoderModel
 from engine.scheduler import ScheduledBatch
 
@@ -30,11 +31,21 @@ class StepResult:
 class ModelRunner:
     """Owns model and KV tensors; knows nothing of turns or of who owns a block."""
 
-    def __init__(self, model: DecoderModel, cache: KVCache, pool: BlockPool, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        pool: BlockPool,
+        max_seq_len: int,
+        states: SSMStatePool | None = None,
+        state_slots: BlockPool | None = None,
+    ) -> None:
         self.model = model
         self._graphs = DecodeGraphs(model, cache, max_seq_len) if model.stays_on_device else None
         self.cache = cache
         self.pool = pool
+        self.states = states
+        self._state_slots = state_slots
         self._threads = torch.get_num_threads()
 
     def execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool] = lambda: False) -> StepResult:
@@ -53,7 +64,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(meta) and len(meta.logit_rows) == len(token_ids):
             hidden, logits = self._graphs.run(token_ids, meta)
             return StepResult(logits, _finite_items(hidden, meta.query_lens))
-        hidden = self.model.hidden_states(token_ids, self.cache, meta, abandoned)
+        hidden = self.model.hidden_states(token_ids, self.cache, meta, self.states, abandoned)
         finite = _finite_items(hidden, meta.query_lens)
         return StepResult(self.model.head(hidden[meta.logit_rows]), finite)
 
@@ -63,15 +74,20 @@ class ModelRunner:
         copies = self.pool.take_copies()
         if copies:
             self.cache.copy_blocks(copies)
+        if self.states is not None and self._state_slots is not None:
+            self.states.copy(self._state_slots.take_copies())
 
     def trim(self) -> None:
-        """Give tensors above the highest used block back."""
+        """Give tensors above the highest used block, and the highest used slot, back."""
         self.sync_blocks()
         self.cache.shrink(self.pool.trim())
+        if self.states is not None and self._state_slots is not None:
+            self.states.trim(self._state_slots.trim())
 
 
 def _finite_items(hidden: Tensor, query_lens: tuple[int, ...]) -> tuple[bool, ...]:
-    """A token's own K and V take part in its output, so a bad value anywhere shows in the token's last hidden row."""
+    """A token's own K and V, and the state that it leaves, take part in its output, so a bad value anywhere shows in
+    the token's last hidden row."""
     sums = hidden.float().sum(dim=-1)
     if bool(torch.isfinite(sums.sum())):
         return (True,) * len(query_lens)

@@ -20,6 +20,8 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
     """The body of `GET /api/sessions/{id}/cache`; an unknown session simply has an empty cache."""
     sequence = loop.scheduler.find(session_id) or Sequence(loop.prefix_cache, session_id)
     spec = parts.cache.spec
+    state = _state(parts, sequence)
+    state_bytes = state["bytes"] if state else 0
     return {
         "session_id": session_id,
         "model": parts.name,
@@ -32,8 +34,9 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "block_table": list(sequence.block_table),
         "blocks": _blocks(loop, parts, sequence),
         "bytes_per_token": spec.bytes_per_token,
-        "bytes_used": sequence.cache_pos * spec.bytes_per_token,
-        "bytes_reserved": len(sequence.block_table) * spec.block_size * spec.bytes_per_token,
+        "bytes_used": sequence.cache_pos * spec.bytes_per_token + state_bytes,
+        "bytes_reserved": len(sequence.block_table) * spec.block_bytes + state_bytes,
+        "state": state,
         "kv_ratio": kv_ratio(loop, parts, sequence),
         "invariants": invariants(loop, sequence),
     }
@@ -45,12 +48,27 @@ def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | 
     Where it is large, a format with one scale for both, or few bits at all, costs more.
     """
     count = min(sequence.cache_pos, RATIO_TOKENS)
-    if not count:
+    if not count or not parts.cache.spec.num_layers:
         return None
     loop.runner.sync_blocks()
     both = parts.cache.read_tokens(sequence.block_table, sequence.cache_pos - count, count)
     keys, values = both.abs().amax((1, 2, 3, 4)).tolist()
     return round(keys / values, 3) if values else None
+
+
+def _state(parts: EngineParts, sequence: Sequence) -> dict[str, Any] | None:
+    """The recurrent state at `cache_pos` (constant in size; 0 bytes while there is none) and the positions to which the
+    sequence can go back; None for models without such layers."""
+    state = sequence.state
+    if state is None or parts.states is None:
+        return None
+    slot = state.live if state.live is not None else state.held and state.held.slot
+    return {
+        "layers": parts.states.spec.num_layers,
+        "bytes": 0 if slot is None else parts.states.spec.nbytes,
+        "slot": slot,
+        "checkpoints": state.checkpoints(sequence.token_ids[: sequence.cache_pos]),
+    }
 
 
 def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:
@@ -83,18 +101,22 @@ def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
     pool = loop.prefix_cache.pool
     table = sequence.block_table
     idle = sequence.status is Status.IDLE
-    return {
-        "cache_pos_within_blocks": sequence.cache_pos <= len(table) * size,
+    found = {
+        "cache_pos_within_blocks": not loop.prefix_cache.holds_kv or sequence.cache_pos <= len(table) * size,
         "cached_ids_are_history": sequence.cache_pos <= len(sequence.token_ids)
         and all(
             node.key == tuple(sequence.token_ids[i * size : (i + 1) * size]) for i, node in enumerate(sequence.nodes)
         ),
         "no_block_twice": len(set(table)) == len(table),
         "every_block_owned": all(pool.ref_count(block_id) > 0 for block_id in table),
-        "last_block_not_shared": not sequence.cache_pos % size
+        "last_block_not_shared": not table
+        or not sequence.cache_pos % size
         or pool.ref_count(table[sequence.cache_pos // size]) == 1,
         "last_token_run_or_pending": not idle or sequence.remaining <= 1,
     }
+    if sequence.state is not None:
+        found["state_is_that_of_cache_pos"] = sequence.state.is_at(sequence.token_ids[: sequence.cache_pos])
+    return found
 
 
 def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
@@ -127,6 +149,8 @@ def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery
 def _check_query(query: ProbeQuery, spec: KVCacheSpec) -> None:
     if query.tensor not in ("k", "v"):
         raise InvalidRequest('tensor must be "k" or "v".')
+    if not spec.num_layers:
+        raise InvalidRequest("The model has no attention layers, so there are no keys and values to look at.")
     if not 0 <= query.layer < spec.num_layers:
         raise InvalidRequest(f"layer must lie between 0 and {spec.num_layers - 1}.")
     if not 0 <= query.head < spec.num_kv_heads:

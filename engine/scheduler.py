@@ -77,6 +77,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        sequence.park()
         sequence.touch()
         sequence.evicted_from = 0
         if sequence.session_id is None:
@@ -105,7 +106,7 @@ class Scheduler:
     def _prefills(self, budget: int) -> list[ScheduledItem]:
         items: list[ScheduledItem] = []
         for sequence in [seq for seq in self.running if seq.remaining > 1]:
-            count = min(sequence.remaining, budget)
+            count = sequence.next_chunk(budget)
             if count and self._try_reserve(sequence, sequence.cache_pos + count):
                 items.append(self._item(sequence, count))
                 budget -= count
@@ -113,7 +114,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._being_computed(sequence) or not self._admit(sequence):
                 break
-            count = min(sequence.remaining, budget)
+            count = sequence.next_chunk(budget)
             items.append(self._item(sequence, count))
             budget -= count
         return items
@@ -130,10 +131,10 @@ class Scheduler:
 
     def _being_computed(self, sequence: Sequence) -> bool:
         """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share."""
-        held = max(sequence.cache_pos, len(self._cache.match(sequence.token_ids[:-1])) * self._cache.block_size)
+        held = max(sequence.cache_pos, self._cache.shared(sequence.token_ids).count)
         for other in self.running:
             if other.remaining > 1:
-                shared = common_prefix_len(other.token_ids, sequence.token_ids[:-1])
+                shared = other.will_share(common_prefix_len(other.token_ids, sequence.token_ids[:-1]))
                 if shared >= held + self._cache.block_size and shared > other.cache_pos:
                     return True
         return False
@@ -154,7 +155,7 @@ class Scheduler:
     def _reclaim(self, for_sequence: Sequence) -> bool:
         """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
         for sequence in [*self.idle.values(), *reversed(self.waiting)]:
-            if sequence.block_table and sequence is not for_sequence:
+            if sequence.holds_cache and sequence is not for_sequence:
                 sequence.release_blocks()
                 return True
         return False

@@ -10,6 +10,7 @@ import torch
 
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.checkpoints import StateCheckpoints
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
@@ -30,10 +31,12 @@ class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
     def __init__(self, parts: EngineParts) -> None:
-        pool = BlockPool(parts.max_blocks)
-        self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
+        pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
+        slots = BlockPool(parts.state_slots) if parts.states is not None else None
+        checkpoints = StateCheckpoints(slots) if slots is not None else None
+        self.prefix_cache = PrefixCache(pool, spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
-        self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
+        self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len, parts.states, slots)
         self.metrics = EngineMetrics()
         self._parts = parts
         self._sampler = Sampler()
@@ -78,9 +81,11 @@ class StepLoop:
     def cached_prefix(self, session_id: str | None, prompt_ids: SequenceOf[int]) -> int:
         """Tokens that a turn with this prompt would reuse; one token is always evaluated."""
         sequence = self.scheduler.find(session_id) if session_id else None
-        own = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt_ids) if sequence else 0
-        shared = len(self.prefix_cache.match(prompt_ids)) * self.prefix_cache.block_size
-        return max(min(max(own, shared), len(prompt_ids) - 1), 0)
+        own = 0
+        if sequence is not None:
+            common = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt_ids)
+            own = sequence.resume_point(max(min(common, len(prompt_ids) - 1), 0))
+        return max(own, self.prefix_cache.shared(prompt_ids).count)
 
     def release(self, session_id: str) -> None:
         """Forget a session: its turn is cancelled, its blocks and what only it computed are freed."""
@@ -195,7 +200,7 @@ class StepLoop:
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
         detokenizer = Detokenizer(tokenizer, params.stop)
-        shared = len(self.prefix_cache.match(request.prompt_ids)) * self.prefix_cache.block_size
+        shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared)
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))

@@ -24,6 +24,8 @@ CONTROL = (
     "engine/sampling/params.py",
     "engine/kv_cache/block_pool.py",
     "engine/kv_cache/prefix_cache.py",
+    "engine/kv_cache/checkpoints.py",
+    "engine/kv_cache/sequence_state.py",
     "engine/kv_cache/integrity.py",
 )
 

@@ -33,6 +33,7 @@ MISS_COUNTS = ("position", "tokens_lost")
 MISS_TOKENS = ("cached_token", "wanted_token")
 MOST = 2**53
 """A browser's whole numbers end here."""
+SHOWN_CHECKPOINTS = 4
 
 
 def signature(value: object) -> str:
@@ -135,7 +136,7 @@ def list_part(summaries: Sequence[SessionSummary]) -> list[dict[str, Any]]:
 def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     """The model's facts and how its price per token comes about."""
     names = ("model", "device", "dtype", "kv_format", "max_seq_len", "block_size", "num_layers", "num_kv_heads",
-             "head_dim", "bytes_per_token", "chat_template")  # fmt: skip
+             "head_dim", "bytes_per_token", "state_layers", "state_bytes", "chat_template")  # fmt: skip
     section = {name: capabilities.get(name) for name in names}
     section["chat_templates"] = list(capabilities.get("chat_templates", ()))
     section["warnings"] = list(capabilities.get("warnings", ()))
@@ -165,6 +166,17 @@ def turn_section(
             miss[f"{name}_token"] = token_id
             miss[f"{name}_text"] = None if token_id is None else token_text(token_id)
         section["miss"] = miss
+    return section
+
+
+def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
+    """How much is held, whether the invariants hold, and of a recurrent state its size and its last checkpoints."""
+    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants")
+    section = {name: report[name] for name in names}
+    state = report.get("state")
+    if state is not None:
+        positions = state["checkpoints"]
+        section["state"] = {"bytes": state["bytes"], "count": len(positions), "last": positions[-SHOWN_CHECKPOINTS:]}
     return section
 
 

@@ -46,7 +46,7 @@ class KVCache:
         self.device = device
         self.max_blocks = max_blocks
         self.balance: Tensor | None = None
-        self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
+        self.blocks_per_extent = max(1, extent_bytes // max(spec.block_bytes, 1))
         self.extents: list[Tensor] = []
         self.scale_extents: list[Tensor] = []
         # As long as the cache may ever need it: a captured CUDA graph holds its address, only its content changes.

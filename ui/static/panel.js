@@ -40,6 +40,7 @@ export class LivePanel {
     this.memory = h("div", { class: "ledger" });
     this.cells = h("div", { class: "cells", role: "img" });
     this.blockNote = h("p", { class: "quiet" });
+    this.state = h("p", { class: "quiet", hidden: true });
     this.invariants = h("div", { class: "lights" });
     this.buildProbe();
     const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
@@ -49,7 +50,7 @@ export class LivePanel {
         h("div", { class: "cache-pos" }, h("span", {}, h("code", {}, "cache_pos "), this.cachePos), this.capacity),
         this.bar),
       section("Last turn", this.numbers.root, this.miss, this.turnFacts),
-      section("Blocks", this.cells, this.blockNote, this.invariants),
+      section("Blocks", this.cells, this.blockNote, this.state, this.invariants),
       h("section", {}, h("h3", {}, "Probe"), this.probeBar, this.probe),
       section("Memory", this.memory),
       section("Model", this.model));
@@ -112,6 +113,7 @@ export class LivePanel {
     if (changes.turn !== undefined) this.drawTurn();
     if (changes.memory) this.drawMemory();
     if (changes.blocks) this.drawBlocks(changes.blocks.keep);
+    if (changes.cache !== undefined) this.drawState();
     if (changes.cache !== undefined) this.drawInvariants();
     if (changes.head || changes.tail) this.drawProbe();
     if (changes.model || changes.head || changes.tail) this.drawProbeTitle();
@@ -165,6 +167,7 @@ export class LivePanel {
       ["model", model.model], ["device", model.device], ["weights", model.dtype], ["KV format", model.kv_format],
       ["context", `${number(model.max_seq_len)} tokens`], ["block", `${model.block_size} tokens`], ["template", model.chat_template ?? "–"],
       ["bytes per token", `${number(model.bytes_per_token)} B`], ...(model.formula ? [["", `= ${model.formula}`]] : []),
+      ...(model.state_layers ? [["state", `${bytes(model.state_bytes)} a session, ${number(model.state_layers)} recurrent layers`]] : []),
     ]);
     const options = (select, count) => {
       if (select.options.length === count) return;
@@ -181,6 +184,7 @@ export class LivePanel {
     const card = model && model.device !== "cpu";
     const rows = [
       ["weights", memory.weights, memory.total_device], ["KV used", memory.kv_used, memory.total_device], ["KV reserved", memory.kv_reserved, memory.total_device],
+      ...(memory.state_reserved ? [["states", memory.state_reserved, memory.total_device]] : []),
       ["workspace", memory.workspace, memory.total_device], [card ? "allocator, other" : "process, other", memory.allocator_slack, memory.total_device],
       ["other programs", memory.other_processes, memory.total_device], [card ? "free on the card" : "free RAM", memory.free_device, memory.total_device],
     ];
@@ -208,7 +212,16 @@ export class LivePanel {
     this.cells.setAttribute("aria-label", `${blocks.length} blocks, ${shared} shared`);
     this.blockNote.replaceChildren(...(blocks.length ? [
       `${number(blocks.length)} blocks of ${size} tokens`, h("span", { class: "key own" }, "own"), h("span", { class: "key shared" }, `shared ${number(shared)}`), h("span", { class: "key partial" }, "partly filled"),
-    ] : ["No block yet."]));
+    ] : [model?.num_layers === 0 ? "Recurrent layers only: no keys and values, so no blocks." : "No block yet."]));
+  }
+
+  drawState() {
+    const state = this.facts.cache?.state;
+    this.state.hidden = !state;
+    if (!state) return;
+    const earlier = state.count > state.last.length ? "…, " : "";
+    const places = state.count ? `can be taken up again at ${earlier}${state.last.map(number).join(", ")}` : "not kept anywhere yet";
+    setText(this.state, `recurrent state ${bytes(state.bytes)}, ${places}`);
   }
 
   drawInvariants() {
