@@ -112,11 +112,10 @@ def test_ties_at_a_border_are_all_kept_and_the_lowest_id_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("run", [sample, sample_reference], ids=["kernel", "reference"])
-@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_says_so_and_is_not_counted(value: float, run: Callable[..., None]) -> None:
+def test_a_row_that_is_not_finite_says_so_and_is_not_counted(run: Callable[..., None]) -> None:
     """Also where its bias takes the bad token out; the row beside it is drawn as ever."""
     logits = torch.arange(16.0).repeat(4, 1)
-    logits[:3, 5] = value
+    logits[:3, 5] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     table = torch.zeros(4, len(SETTINGS), dtype=torch.float64)
     for column, values in {
         "temperature": (0.0, 1.0, 1.0, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KVCacheSpec
-from engine.loader import KV_DTYPES, assemble
+from engine.loader import KV_DTYPES, EngineParts, assemble
 from engine.local import LocalEngine, QueueStream
 from engine.models.registry import DecoderModel, load_model
 from engine.protocol import Event, GenerateRequest
@@ -46,7 +47,7 @@ class RecordingEngine(LocalEngine):
         return super().generate(request)
 
 
-def tiny_engine(
+def tiny_parts(
     *,
     kind: str = "llama",
     template: str | None = None,
@@ -54,23 +55,29 @@ def tiny_engine(
     blocks: int | None = None,
     context: int = 512,
     name: str = "tiny",
+    model: DecoderModel | None = None,
     **config: Any,
-) -> RecordingEngine:
-    """A started engine; `blocks` is the size of the pool (null block included)."""
+) -> tuple[EngineConfig, Callable[[EngineConfig], EngineParts]]:
+    """A configuration and what loads its parts; `blocks` is the size of the pool (null block included)."""
     tokenizer = tokenizer or chat_tokenizer(template)
-    model = loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
+    held = model or loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
     settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
     if blocks is not None:
         spec = KVCacheSpec(
-            model.config.num_layers,
-            model.config.num_kv_heads,
-            model.config.head_dim,
+            held.config.num_layers,
+            held.config.num_kv_heads,
+            held.config.head_dim,
             settings["block_size"],
             KV_DTYPES[settings["kv_format"]],
         )
         settings["kv_budget"] = blocks * spec.block_bytes
     configuration = EngineConfig(data_dir=Path("unused"), **settings)
-    engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name))
+    return configuration, lambda c: assemble(c, held, tokenizer, name)
+
+
+def tiny_engine(**options: Any) -> RecordingEngine:
+    """A started engine; options are those of `tiny_parts`."""
+    engine = RecordingEngine(*tiny_parts(**options))
     engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(30)
