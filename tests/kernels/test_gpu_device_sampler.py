@@ -87,6 +87,24 @@ def test_tokens_are_those_of_torch_while_rows_join_and_leave() -> None:
     assert sampler._own is not None and len(sampler._own._taken) == 3
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": 5.0}, {"repetition_penalty": 3.0}, {"logit_bias": {40: -50.0}}], ids=str
+)
+def test_a_row_keeps_nothing_of_its_last_owner(penalty: dict[str, Any]) -> None:
+    sampler, logits = DeviceSampler(VOCAB, DEVICE, max_rows=1), 10.0 - 0.1 * torch.arange(float(VOCAB)).roll(40)[None]
+    first = state(temperature=0, **penalty)
+    for _ in range(3):
+        decode(sampler, logits, [first])
+    assert sampler._own is not None
+    row = sampler._own.row_of(first)
+    if "logit_bias" in penalty:
+        penalty = {"logit_bias": {50: -50.0}}
+    ours, theirs = state(temperature=0, **penalty), state(temperature=0, **penalty)
+    for _ in range(2):
+        agree(decode(sampler, logits, [ours]), Sampler().sample(logits, [theirs]))
+    assert sampler._own.row_of(ours) == row and ours.reply_ids[0] == 40
+
+
 def test_seeds_give_the_numbers_of_torch_past_those_made_ahead() -> None:
     ours, theirs = state(seed=2**63 - 1), state(seed=2**63 - 1)
     for request in (ours, theirs):
@@ -156,12 +174,12 @@ def test_a_graph_ends_in_the_ids_and_what_runs_before_its_capture_counts_nothing
     """Padding rows and warm-ups went into the penalties of the batch's requests."""
     model, sampler = _Head(), DeviceSampler(VOCAB, DEVICE, max_rows=4)
     graphs = DecodeGraphs(model, _Cache(), max_seq_len=16)  # type: ignore[arg-type]
-    kinds = [{"temperature": 0, "frequency_penalty": 3.0}, {"temperature": 0}, {"presence_penalty": 9.0, "top_k": 4}]
+    kinds = [{"temperature": 0, "frequency_penalty": 0.6}, {"temperature": 0}, {"presence_penalty": 9.0, "top_k": 4}]
     kinds.append({"temperature": 0})
     ours, theirs = [[state(**kind) for kind in kinds] for _ in range(2)]
-    for indices in [(0, 1), (1, 3, 2, 0), (0, 1, 3), (0,), (3, 0, 1), (1,)]:
+    for indices in [(0, 1), (1, 3, 2, 0), (0, 1, 3), (0,), (3, 0, 1), (0,), (0, 1)]:
         requests = [ours[index] for index in indices]
-        logits = rows(1, 3).repeat(len(indices), 1)
+        logits = -0.5 * torch.arange(VOCAB).repeat(len(indices), 1)  # so close that a token counted twice shows
         model.logits[:] = logits[:1].to(DEVICE)
         meta = make_metadata([(4, 1, [1, 2])] * len(indices)).to(DEVICE)
         asked = [None] * len(indices)
