@@ -6,8 +6,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-import torch
-
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import StateCheckpoints
@@ -15,12 +13,13 @@ from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
-from engine.model_runner import ModelRunner, StepResult
+from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
-from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
-from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
+from engine.sampling.sampler import SampledLogprob, SamplingState
+from engine.sampling.step import StepTokens
+from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
@@ -36,10 +35,12 @@ class StepLoop:
         checkpoints = StateCheckpoints(slots) if slots is not None else None
         self.prefix_cache = PrefixCache(pool, spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
-        self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len, parts.states, slots)
+        limits = parts.limits
+        self.runner = ModelRunner(
+            parts.model, parts.cache, pool, parts.max_seq_len, limits.max_sequences, parts.states, slots
+        )
         self.metrics = EngineMetrics()
         self._parts = parts
-        self._sampler = Sampler()
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[Sequence, Callable[[], None]] = {}
         self._stopped: EngineStopped | None = None
@@ -134,12 +135,17 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
+        sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
+        states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
         try:
-            result = self.runner.execute(batch, lambda: all(stream.cancelled for stream in streams))
+            tokens = self.runner.execute(batch, states, forced, lambda: all(stream.cancelled for stream in streams))
         except StepAbandoned:
+            for item in batch.items:
+                item.sequence.distrust_state()
+                item.sequence.truncate(item.sequence.cache_pos)
             return
-        self._commit(batch, result)
+        self._commit(batch, tokens)
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
@@ -150,36 +156,31 @@ class StepLoop:
             self.runner.trim()
             self._unchecked = False
 
-    def _commit(self, batch: ScheduledBatch, result: StepResult) -> None:
-        wanted: list[ScheduledItem] = []
-        rows: list[int] = []
-        row = 0
-        for item, finite in zip(batch.items, result.finite, strict=True):
+    def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
+        """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
+        drawn = iter(zip(tokens.token_ids, tokens.logprobs, strict=True))
+        taken: list[tuple[ActiveTurn, int, SampledLogprob | None]] = []
+        for item, finite in zip(batch.items, tokens.finite, strict=True):
             turn = self._turns[item.sequence]
-            if not finite or (item.wants_logits and not bool(torch.isfinite(result.logits[row]).all())):
+            token = next(drawn) if item.wants_logits else None
+            if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
+                continue
+            item.sequence.advance(item.count)
+            if token is not None:
+                taken.append((turn, *token))
             else:
-                item.sequence.advance(item.count)
-                if item.wants_logits:
-                    wanted.append(item)
-                    rows.append(row)
-                else:
-                    turn.report_prefill()
-            row += item.wants_logits
-        if wanted:
-            logits = result.logits if len(rows) == row else result.logits[rows]
-            self._sample([self._turns[item.sequence] for item in wanted], logits)
+                turn.report_prefill()
+        for turn, token_id, logprob in taken:
+            self._take(turn, token_id, logprob)
 
-    def _sample(self, turns: list[ActiveTurn], logits: torch.Tensor) -> None:
-        forced = [turn.forced_id() for turn in turns]
-        sampled = self._sampler.sample(logits, [turn.sampling for turn in turns], forced)
-        for turn, token_id, logprob in zip(turns, sampled.token_ids, sampled.logprobs, strict=True):
-            gap = turn.meter.token()
-            if gap is not None:
-                self.metrics.per_token.add(gap)
-            reason = turn.accept(token_id, self._with_text(logprob))
-            if reason is not None:
-                self._end(turn, turn.finish(reason))
+    def _take(self, turn: ActiveTurn, token_id: int, logprob: SampledLogprob | None) -> None:
+        gap = turn.meter.token()
+        if gap is not None:
+            self.metrics.per_token.add(gap)
+        reason = turn.accept(token_id, self._with_text(logprob))
+        if reason is not None:
+            self._end(turn, turn.finish(reason))
 
     def _with_text(self, logprob: SampledLogprob | None) -> TokenLogprob | None:
         if logprob is None:

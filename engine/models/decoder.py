@@ -108,6 +108,7 @@ class DecoderModel:
         self.weights = weights
         self._operations = operations
         self.replaced_kernels: tuple[str, ...] = ()
+        self._runs_triton = fmt.planes
         self._fused = fused
 
     @property
@@ -121,7 +122,13 @@ class DecoderModel:
 
         The definitions in torch, which stand in for kernels that a card gets wrong, do.
         """
-        return self._fused is not None and self.device.type == "cuda" and not self.replaced_kernels
+        replaced = set(self.replaced_kernels) - {"sample"}
+        return self._fused is not None and self.device.type == "cuda" and not replaced
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the kernel that draws tokens runs where the logits are."""
+        return self._runs_triton and "sample" not in self.replaced_kernels
 
     @torch.inference_mode()
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -45,7 +46,7 @@ class RecordingEngine(LocalEngine):
         return super().generate(request)
 
 
-def tiny_engine(
+def tiny_parts(
     *,
     kind: str = "llama",
     template: str | None = None,
@@ -54,21 +55,28 @@ def tiny_engine(
     states: int | None = None,
     context: int = 512,
     name: str = "tiny",
+    model: DecoderModel | None = None,
     **config: Any,
-) -> RecordingEngine:
-    """A started engine; `blocks` and `states` are the sizes of its pools (null block and null slot included)."""
+) -> tuple[EngineConfig, Callable[[EngineConfig], EngineParts]]:
+    """A configuration and what loads its parts; `blocks` and `states` are the sizes of its pools (null block and null
+    slot included)."""
     tokenizer = tokenizer or chat_tokenizer(template)
-    model = loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
+    held = model or loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
     settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
     configuration = EngineConfig(data_dir=Path("unused"), **settings)
 
     def load(config: EngineConfig) -> EngineParts:
-        parts = assemble(config, model, tokenizer, name)
+        parts = assemble(config, held, tokenizer, name)
         limit = parts.max_blocks if blocks is None else blocks
         parts.cache.max_blocks = limit
         return replace(parts, max_blocks=limit, state_slots=parts.state_slots if states is None else states)
 
-    engine = RecordingEngine(configuration, load)
+    return configuration, load
+
+
+def tiny_engine(**options: Any) -> RecordingEngine:
+    """A started engine; options are those of `tiny_parts`."""
+    engine = RecordingEngine(*tiny_parts(**options))
     engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(30)
