@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import step as _registers_the_ops  # noqa: F401
+from kernels.gpu import causal_conv, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
 from kernels.gpu.paged_decode import workspace_shapes
 from kernels.kv_format import KV_FORMATS, fill_extent_table
@@ -81,15 +81,17 @@ def _failing(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _agrees(name: str, arguments: list[Any], written: Tensor) -> bool:
-    """Run launcher and reference on the same inputs; both write `written`."""
-    before = written.clone()
+    """Run launcher and reference on the same inputs; both write `written`, and some a state as well."""
+    tensors = [value for value in (*arguments, written) if isinstance(value, Tensor)]
+    before = [value.clone() for value in tensors]
     try:
         OPS[name].launcher(*arguments)
         found = written.clone()
     except Exception as error:  # the compiler and the driver have errors of their own
         log.warning("The kernel %s can't be launched: %s", name, " ".join(str(error).split())[:120])
         return False
-    written.copy_(before)
+    for value, kept in zip(tensors, before, strict=True):
+        value.copy_(kept)
     OPS[name].reference(*arguments)
     expected, found = written.float(), found.float()
     return bool(((found - expected).abs() <= TOLERANCE * expected.abs().max()).all())
@@ -107,6 +109,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield "swiglu", [normal(3, 1024), out], out
     yield from _products(device, normal)
     yield from _attention(device, normal)
+    yield from _recurrence(device, normal)
 
 
 def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
@@ -132,6 +135,23 @@ def _random_weight(kind: str, device: torch.device) -> PackedWeight:
     scales = torch.full((96, blocks.shape[1], 2 if fmt.has_min else 1), 1e-3, dtype=torch.float16)
     blocks[..., fmt.scale_at : fmt.scale_at + 2 * scales.shape[-1]] = scales.view(torch.uint8)
     return pack(blocks.view(96, -1).to(device), kind, 512)
+
+
+def _recurrence(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
+    """Two sequences, of one token and of five; a state's last axis is no power of 2."""
+    starts = torch.tensor([0, 1, 6], dtype=torch.int32, device=device)
+    state, out = normal(2, 160, 3), normal(6, 160)
+    convolved = [state, starts, normal(6, 160), normal(160, 4), normal(160), out]
+    yield "causal_conv", convolved, out
+    yield "causal_conv", convolved, state
+    heads, sizes = [normal(4).float() for _ in range(3)], (4, 40, 48)
+    A, D, bias = -heads[0].exp(), *heads[1:]
+    for name, tokens, begin in (("ssm_step", 2, []), ("ssm_chunk", 6, [starts])):
+        state, out = normal(2, *sizes).float(), normal(tokens, *sizes[:2])
+        B, C = normal(tokens, 2, sizes[2]), normal(tokens, 2, sizes[2])
+        run = [state, *begin, normal(tokens, *sizes[:2]), normal(tokens, 4), A, B, C, D, bias, 0.0, 10.0, out]
+        yield name, run, out
+        yield name, run, state
 
 
 def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
