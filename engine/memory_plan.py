@@ -180,5 +180,5 @@ def _state_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         return []
     return [
         ("state", f"{human_bytes(plan.state_bytes)} ({plan.state_bytes} bytes) per session, whatever its length"),
-        ("checkpoints", f"up to {human_bytes(plan.state_budget)} of the KV budget, with the states themselves"),
+        ("states", f"up to {human_bytes(plan.state_budget)} of the KV budget, those kept of earlier turns included"),
     ]

@@ -69,7 +69,7 @@ def plan_model(config: EngineConfig) -> PlannedModel:
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
             hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
+            intermediate_size=max(sizes.intermediate_size, sizes.ssm.conv_channels if sizes.ssm else 0),
             vocab_size=sizes.vocab_size,
             context_tokens=sizes.max_position_embeddings,
             state_bytes=state.nbytes if state is not None else 0,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import BatchMetadata, PagedStore
-from kernels.reference import ssm
+from kernels.reference import recurrence, ssm
 
 log = logging.getLogger("kvscope.kernels")
 
@@ -39,7 +39,7 @@ class Operations:
     copy_blocks: Callable[[Sequence[Tensor], int, Sequence[tuple[int, int]]], None]
     causal_conv: Callable[..., None] = ssm.causal_conv_reference
     ssm_step: Callable[..., None] = ssm.ssm_step_reference
-    ssm_chunk: Callable[..., None] = ssm.ssm_chunk_reference
+    ssm_chunk: Callable[..., None] = recurrence.ssm_chunk
 
 
 REFERENCE = Operations(

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import step as _registers_the_ops  # noqa: F401
+from kernels.gpu import causal_conv, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
 from kernels.gpu.paged_decode import workspace_shapes
 from kernels.gpu.sample import scratch_width
@@ -83,7 +83,7 @@ def _failing(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _agrees(name: str, arguments: list[Any], written: Tensor) -> bool:
-    """Run launcher and reference on the same inputs; both write `written`, and may write other arguments."""
+    """Run launcher and reference on the same inputs; both write `written`, and some a state or other arguments too."""
     before = [(tensor, tensor.clone()) for tensor in (written, *arguments) if isinstance(tensor, Tensor)]
     try:
         OPS[name].launcher(*arguments)
@@ -111,6 +111,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield from _products(device, normal)
     yield from _attention(device, normal)
     yield from _sampling(device)
+    yield from _recurrence(device, normal)
 
 
 def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
@@ -136,6 +137,23 @@ def _random_weight(kind: str, device: torch.device) -> PackedWeight:
     scales = torch.full((96, blocks.shape[1], 2 if fmt.has_min else 1), 1e-3, dtype=torch.float16)
     blocks[..., fmt.scale_at : fmt.scale_at + 2 * scales.shape[-1]] = scales.view(torch.uint8)
     return pack(blocks.view(96, -1).to(device), kind, 512)
+
+
+def _recurrence(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
+    """Two sequences, of one token and of five; a state's last axis is no power of 2."""
+    starts = torch.tensor([0, 1, 6], dtype=torch.int32, device=device)
+    state, out = normal(2, 160, 3), normal(6, 160)
+    convolved = [state, starts, normal(6, 160), normal(160, 4), normal(160), out]
+    yield "causal_conv", convolved, out
+    yield "causal_conv", convolved, state
+    heads, sizes = [normal(4).float() for _ in range(3)], (4, 40, 48)
+    A, D, bias = -heads[0].exp(), *heads[1:]
+    for name, tokens, begin in (("ssm_step", 2, []), ("ssm_chunk", 6, [starts])):
+        state, out = normal(2, *sizes).float(), normal(tokens, *sizes[:2])
+        B, C = normal(tokens, 2, sizes[2]), normal(tokens, 2, sizes[2])
+        run = [state, *begin, normal(tokens, *sizes[:2]), normal(tokens, 4), A, B, C, D, bias, 0.0, 10.0, out]
+        yield name, run, out
+        yield name, run, state
 
 
 def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,33 @@ def test_a_fork_goes_on_from_where_it_was_made(kind, engine):
         found = reply(engine, prompt, name)
         assert found.stats.reused_tokens == reused
         assert_fresh(engine, kind, prompt, found)
+
+
+def test_a_stop_in_the_middle_of_a_step_leaves_no_half_made_state(kind, engine):
+    """Each layer moves its state on in place, so a step that ends between two layers leaves one that never was."""
+    history = first_reply(engine, "s")
+    model, calls = engine._steps().runner.model, []
+    before = model._operations
+
+    def stopping(x, weight, eps):
+        calls.append(len(x))
+        if len(calls) == 2:
+            streams[0].cancel()
+        return before.rms_norm(x, weight, eps)
+
+    longer = (*history, *b"some more words that take a step of their own")
+    streams = []
+    model._operations = replace(before, rms_norm=stopping)
+    try:
+        engine._call(lambda: streams.append(engine.generate(GenerateRequest(longer, GREEDY, "s"))))
+        assert list(streams[0])[-1].stats.finish_reason == "cancelled"
+    finally:
+        model._operations = before
+    assert all(engine.inspect("s")["invariants"].values())
+    engine.check_integrity()
+    again = reply(engine, longer, "s")
+    assert again.stats.reused_tokens >= 40
+    assert_fresh(engine, kind, longer, again)
 
 
 def test_choices_of_one_prompt_compute_it_once(engine):
