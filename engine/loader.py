@@ -17,6 +17,7 @@ from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
+from engine.weights.identity import weights_identity
 from kernels.dispatch import triton_runs_on
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
@@ -27,7 +28,10 @@ KV_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block."""
+    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block.
+
+    `weights_id` tells the weights from others (`weights_identity`).
+    """
 
     model: DecoderModel
     cache: KVCache
@@ -38,6 +42,7 @@ class EngineParts:
     max_blocks: int
     limits: SchedulerLimits
     warnings: tuple[str, ...] = field(default=())
+    weights_id: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +83,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
-    return assemble(config, model, tokenizer, source.name)
+    return assemble(config, model, tokenizer, source.name, weights_identity(source.path))
 
 
 def check_kernels(model: DecoderModel, kept: Path) -> None:
@@ -93,7 +98,9 @@ def check_kernels(model: DecoderModel, kept: Path) -> None:
         )
 
 
-def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:
+def assemble(
+    config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str, weights_id: str = ""
+) -> EngineParts:
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model)
     spec = KVCacheSpec(
@@ -116,6 +123,7 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
         max_blocks=max_blocks,
         limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
         warnings=(*tokenizer.warnings, *model.warnings),
+        weights_id=weights_id,
     )
 
 
@@ -141,6 +149,13 @@ def default_kv_budget(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CARD_SHARE)
     return int(psutil.virtual_memory().available * RAM_SHARE)
+
+
+def ram_limit(config: EngineConfig, parts: EngineParts) -> int:
+    """Bytes of RAM for the blocks of idle sessions; without a card the pool is in RAM itself."""
+    if config.ram_limit is not None:
+        return config.ram_limit
+    return int(psutil.virtual_memory().available * RAM_SHARE) if parts.model.device.type == "cuda" else 0
 
 
 def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:

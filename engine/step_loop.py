@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
+from engine.fingerprint import fingerprint
+from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.held import SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
@@ -17,6 +20,7 @@ from engine.miss import find_miss
 from engine.model_runner import ModelRunner, StepResult
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.restore import Restorer
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence, common_prefix_len
@@ -28,11 +32,13 @@ from engine.turn import ActiveTurn, QueueStream
 class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, ram_limit: int = 0, submit: Callable[[SaveJob], None] | None = None) -> None:
         pool = BlockPool(parts.max_blocks)
         self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
         self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
+        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, parts.kv_format)
+        self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self._parts = parts
         self._sampler = Sampler()
@@ -43,16 +49,27 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.keeper.has_unsaved
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of what runs now. Safe from any thread."""
+        return fingerprint(self._parts)
 
     # -- commands from the mailbox ----------------------------------------------------------------------------------
 
-    def start(self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None]) -> None:
-        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it."""
+    def start(
+        self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None], submitted: float
+    ) -> None:
+        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it.
+
+        `submitted`: when it was asked for, in seconds of `time.perf_counter`.
+        """
         turn: ActiveTurn | None = None
+        if request.session_id is not None:
+            self.keeper.before_turn(request.session_id)
         sequence = self._sequence_for(request.session_id)
         try:
-            turn = self._make_turn(request, sequence, stream)
+            turn = self._make_turn(request, sequence, stream, submitted)
         except KVScopeError as error:
             on_done()
             stream.fail(error)
@@ -90,6 +107,13 @@ class StepLoop:
             self.scheduler.idle.pop(session_id, None)
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
+        self.keeper.forget(session_id)
+
+    def bring_back(self, session_id: str) -> int:
+        """Have a session's blocks in the pool if they are kept in RAM; its tokens in the cache then."""
+        self.keeper.bring_back(session_id)
+        sequence = self.scheduler.find(session_id)
+        return sequence.cache_pos if sequence else 0
 
     def fork(self, session_id: str, new_session_id: str, token_count: int | None) -> None:
         source = self.scheduler.find(session_id)
@@ -97,6 +121,7 @@ class StepLoop:
             return
         twin = source.fork(new_session_id, source.cache_pos if token_count is None else token_count)
         self.scheduler.finish(twin)
+        self.keeper.turn_ended(new_session_id)
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""
@@ -129,6 +154,7 @@ class StepLoop:
             self._turns[item.sequence].meter.admit(item.start)
         result = self.runner.execute(batch)
         self._commit(batch, result)
+        self.keeper.save_next(busy=True)
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
@@ -138,6 +164,8 @@ class StepLoop:
             self.check_integrity()
             self.runner.trim()
             self._unchecked = False
+        else:
+            self.keeper.save_next(busy=False)
 
     def _commit(self, batch: ScheduledBatch, result: StepResult) -> None:
         wanted: list[ScheduledItem] = []
@@ -183,14 +211,16 @@ class StepLoop:
         sequence = self.scheduler.find(session_id) if session_id else None
         return sequence or Sequence(self.prefix_cache, session_id)
 
-    def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
+    def _make_turn(
+        self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
+    ) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
-        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
+        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
         detokenizer = Detokenizer(tokenizer, params.stop)
         shared = len(self.prefix_cache.match(request.prompt_ids)) * self.prefix_cache.block_size
-        meter.miss = find_miss(sequence, request, tokenizer, shared)
+        meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
@@ -199,6 +229,8 @@ class StepLoop:
 
     def _end(self, turn: ActiveTurn, event: Finished | Failed) -> None:
         self.scheduler.finish(turn.sequence)
+        if turn.sequence.session_id is not None:
+            self.keeper.turn_ended(turn.sequence.session_id)
         del self._turns[turn.sequence]
         self._on_done.pop(turn.sequence)()
         if event.stats is not None:

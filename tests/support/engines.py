@@ -59,7 +59,8 @@ def tiny_engine(
     """A started engine; `blocks` is the size of the pool (null block included)."""
     tokenizer = tokenizer or chat_tokenizer(template)
     model = loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
-    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
+    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4}
+    settings |= {"data_dir": Path("unused"), "snapshot_limit": 0, **config}
     if blocks is not None:
         spec = KVCacheSpec(
             model.config.num_layers,
@@ -69,8 +70,8 @@ def tiny_engine(
             KV_DTYPES[settings["kv_format"]],
         )
         settings["kv_budget"] = blocks * spec.block_bytes
-    configuration = EngineConfig(data_dir=Path("unused"), **settings)
-    engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name))
+    configuration = EngineConfig(**settings)
+    engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name, f"{kind} weights"))
     engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(30)

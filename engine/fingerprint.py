@@ -1,0 +1,26 @@
+"""What has to be equal for cached blocks to mean the same: the fingerprint of a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from engine.loader import EngineParts
+
+ENGINE_VERSION = "1"
+"""To be raised whenever the same weights and ids give other K and V than before."""
+
+
+def fingerprint(parts: EngineParts) -> dict[str, str]:
+    """By names fit for a sentence. The first call for a tokenizer takes a while (`vocabulary_digest`)."""
+    config = parts.model.config
+    rope = ", ".join(f"{name} {value}" for name, value in asdict(config.rope).items())
+    return {
+        "weights": parts.weights_id,
+        "weight format": f"{parts.model.weight_format} in {str(parts.model.dtype).removeprefix('torch.')}",
+        "KV format": parts.kv_format,
+        "block size": str(parts.cache.spec.block_size),
+        "RoPE": rope,
+        "tokenizer": parts.tokenizer.vocabulary_digest,
+        "chat template": parts.tokenizer.template_digest,
+        "engine version": ENGINE_VERSION,
+    }
