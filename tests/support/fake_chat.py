@@ -159,6 +159,9 @@ class FakeEngine:
     def fork(self, session_id: str, new_session_id: str, token_count: int | None = None) -> None:
         self.caches[new_session_id] = self.caches.get(session_id, [])[:token_count]
 
+    def stored_sessions(self) -> list[str]:
+        return []
+
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._need_ok()
         count = len(self.caches.get(session_id, []))
@@ -173,6 +176,7 @@ class FakeEngine:
             "max_seq_len": self.max_seq_len, "status": "idle", "token_ids": self.caches.get(session_id, []),
             "block_size": BLOCK, "block_table": [block["id"] for block in blocks], "blocks": blocks,
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
+            "away": None, "refused": None,
             "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True},
         }  # fmt: skip
 
