@@ -27,6 +27,8 @@ def memory_report(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]
         "weights": weights,
         "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
         "kv_reserved": kv_reserved,
+        "kv_empty": loop.empty_bytes(),
+        "fragmentation": round(loop.empty_bytes() / kv_reserved, 4) if kv_reserved else 0.0,
         "kv_ram": loop.keeper.ram.nbytes,
         "kv_disk": sum(on_disk.values()),
         "workspace": workspace,

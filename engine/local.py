@@ -127,7 +127,8 @@ class LocalEngine:
         return self._call(lambda: ledger.memory_report(self._steps(), self._need_parts(), on_disk))
 
     def metrics(self) -> dict[str, Any]:
-        return self._call(lambda: self._steps().metrics_report())
+        on_disk = 0 if self._snapshots is None else sum(self._snapshots.store.sizes().values())
+        return {**self._call(lambda: self._steps().metrics_report()), "kv_disk_bytes": on_disk}
 
     def use_template(self, name: str) -> None:
         """Render prompts by another chat template from now on; running replies end as they began.

@@ -66,7 +66,7 @@ class Snapshots:
     def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, loop: StepLoop) -> None:
         """On the engine thread."""
         try:
-            loop.keeper.adopt(session_id, held, displacing)
+            loop.adopt(session_id, held, displacing)
         except SnapshotRefused as error:
             loop.keeper.lose(session_id, "snapshot")
             self.refuse(session_id, str(error))

@@ -12,7 +12,8 @@ from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.held import SaveJob
+from engine.kv_cache.compaction import compact, empty_slots, is_sparse
+from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
@@ -108,6 +109,12 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
+        self._unchecked = True
+
+    def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
+        """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
+        self._unchecked = True
+        self.keeper.adopt(session_id, held, displacing)
 
     def bring_back(self, session_id: str) -> int:
         """Have a session's blocks in the pool if they are kept in RAM; its tokens in the cache then."""
@@ -136,7 +143,16 @@ class StepLoop:
             "blocks_free": pool.free_count,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
+            "kv_reserved_bytes": self.runner.cache.reserved_bytes,
+            "kv_empty_bytes": self.empty_bytes(),
+            "kv_ram_bytes": self.keeper.ram.nbytes,
         }
+
+    def empty_bytes(self) -> int:
+        """Bytes of the cache that are allocated and hold no token."""
+        cache = self.runner.cache
+        slots = empty_slots(self.prefix_cache, self.scheduler.sequences(), cache.capacity_blocks)
+        return slots * cache.spec.bytes_per_token
 
     def check_integrity(self) -> None:
         check_integrity(self.prefix_cache, self.scheduler.sequences())
@@ -162,10 +178,19 @@ class StepLoop:
             self._end(turn, turn.fail(KVScopeError("The KV cache is too small for this turn.", code="kv_cache_full")))
         elif self._unchecked:
             self.check_integrity()
-            self.runner.trim()
+            self._tidy()
             self._unchecked = False
         else:
             self.keeper.save_next(busy=False)
+
+    def _tidy(self) -> None:
+        """Give back extents above the highest used block; where much is empty below, move blocks down first."""
+        cache, sequences = self.runner.cache, list(self.scheduler.sequences())
+        self.runner.trim()
+        if is_sparse(self.prefix_cache, cache.capacity_blocks, cache.blocks_per_extent):
+            compact(self.prefix_cache, sequences)
+            self.runner.trim()
+            self.check_integrity()
 
     def _commit(self, batch: ScheduledBatch, result: StepResult) -> None:
         wanted: list[ScheduledItem] = []

@@ -120,6 +120,8 @@ def test_metrics_are_prometheus_text(client, engine):
     assert samples['kvscope_tokens_total{kind="generated"}'] == 6
     assert samples['kvscope_ttft_seconds_bucket{le="+Inf"}'] == samples["kvscope_ttft_seconds_count"] == 2
     assert samples["kvscope_up"] == 1
+    assert samples["kvscope_kv_fragmentation"] == 0.25 and samples["kvscope_kv_empty_bytes"] == 250
+    assert [samples[f'kvscope_kv_bytes{{place="{place}"}}'] for place in ("reserved", "ram", "disk")] == [1000, 30, 40]
     engine.state = "stopped"
     assert "kvscope_up 0" in client.get("/metrics").text
 

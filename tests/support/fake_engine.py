@@ -125,7 +125,10 @@ class FakeEngine:
 
     def metrics(self) -> dict[str, Any]:
         self._check()
-        return {**self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0}
+        return {
+            **self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0,
+            "kv_reserved_bytes": 1000, "kv_empty_bytes": 250, "kv_ram_bytes": 30, "kv_disk_bytes": 40,
+        }  # fmt: skip
 
     def capabilities(self) -> dict[str, Any]:
         self._check()
