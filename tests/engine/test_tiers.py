@@ -168,14 +168,16 @@ def test_a_compacted_pool_has_no_gap_and_moves_little(seed: int) -> None:
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 SESSIONS = [str(uuid.UUID(int=number)) for number in range(1, 5)]
-SIZE, LIMIT = 4, 40
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+SIZE, LIMIT = 4, 48
+TOKENS = st.builds(
+    lambda seed, count: random.Random(seed).choices(range(3), k=count), st.integers(0, 3), st.integers(1, 30)
+)
 
 
 class Tiers(RuleBasedStateMachine):
     """Scheduler, tree, pool, RAM, disk and the cache's real tensors, with hashes of the ids in place of K and V."""
 
-    @initialize(blocks=st.integers(16, 34), ram_blocks=st.sampled_from([0, 8, 40]), disk=st.booleans())
+    @initialize(blocks=st.integers(14, 34), ram_blocks=st.sampled_from([0, 8, 40]), disk=st.booleans())
     def open(self, blocks: int, ram_blocks: int, disk: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=2, block_size=SIZE, dtype=torch.float32)
@@ -226,6 +228,11 @@ class Tiers(RuleBasedStateMachine):
         self.scheduler.add(sequence)
         self.goal[sequence] = len(prompt) + 3
 
+    @rule(session=st.sampled_from(SESSIONS), new=TOKENS, kept=st.integers(0, LIMIT))
+    def whole_turn(self, session: str, new: list[int], kept: int) -> None:
+        self.send(session, new, kept)
+        self.steps(20)
+
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -252,6 +259,15 @@ class Tiers(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
         self._end(data.draw(st.sampled_from(sorted(self.goal, key=lambda sequence: sequence.session_id))))
+
+    @rule(source=st.sampled_from(SESSIONS), twin=st.sampled_from(SESSIONS), count=st.integers(1, LIMIT))
+    def fork(self, source: str, twin: str, count: int) -> None:
+        sequence = self.scheduler.idle.get(source)
+        if sequence is not None and self.scheduler.find(twin) is None:
+            self.keeper.forget(twin)
+            self.store.remove(twin)
+            self.scheduler.finish(sequence.fork(twin, count))
+            self.keeper.turn_ended(twin)
 
     @rule(session=st.sampled_from(SESSIONS))
     def look(self, session: str) -> None:
@@ -309,5 +325,5 @@ class Tiers(RuleBasedStateMachine):
 
 TestTiers = Tiers.TestCase
 TestTiers.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
