@@ -34,6 +34,7 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
         "blocks": blocks,
+        "refused": None,
         "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,
         "bytes_used": sequence.cache_pos * spec.bytes_per_token,

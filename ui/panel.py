@@ -126,7 +126,8 @@ class PanelSource:
         return reading | {
             "turn": self._turn(selection.session_id, capabilities),
             "cache": {
-                name: report[name] for name in ("cache_pos", "bytes_used", "bytes_reserved", "status", "invariants")
+                name: report[name]
+                for name in ("cache_pos", "bytes_used", "bytes_reserved", "status", "invariants", "away", "refused")
             },
             "blocks": view_models.block_cells(report["blocks"]),
             "head": probe(0) if cache_pos else [],

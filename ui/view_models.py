@@ -168,8 +168,10 @@ def turn_section(
 
 
 def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """`[id, start, count, owners]` of each block of the table."""
-    return [[block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks]
+    """`[id, start, count, owners]` of each block of the table; those outside the pool have no id."""
+    return [
+        [block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks if block["id"] is not None
+    ]
 
 
 def probe_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

@@ -104,3 +104,8 @@ def test_signatures_name_values():
     assert view_models.signature({"a": 1, "b": [2]}) == view_models.signature({"b": [2], "a": 1})
     assert view_models.signature({"a": 1}) != view_models.signature({"a": 2})
     assert view_models.signature("half \ud800") == view_models.signature("half \ud800")
+
+
+def test_blocks_outside_the_pool_are_no_cells():
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu"}
+    assert view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}]) == [[4, 0, 16, 2]]
