@@ -13,9 +13,15 @@ from engine.model_runner import ModelRunner
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence
 
-AUDITED_BLOCKS, AUDITED_POSITIONS = 3, 4
-AUDIT_TOLERANCE = {"fp32": 0.01, "fp16": 0.02, "bf16": 0.05, "int8": 0.1, "fp8": 0.2, "int4": 0.5}
+AUDITED_BLOCKS, AUDITED_POSITIONS = 3, 2
+FORMAT_TOLERANCE = {"fp32": 0.005, "fp16": 0.02, "bf16": 0.05, "int8": 0.1, "fp8": 0.2, "int4": 0.5}
+COMPUTE_TOLERANCE = {torch.float32: 0.005, torch.float16: 0.05, torch.bfloat16: 0.1}
 """Largest relative error (norm of the difference / norm, over a layer's K or V) of positions computed anew."""
+
+
+def audit_tolerance(kv_format: str, compute_dtype: torch.dtype) -> float:
+    """What rounding may do: of the cache, and of a step that takes another number of tokens at once."""
+    return max(FORMAT_TOLERANCE[kv_format], COMPUTE_TOLERANCE[compute_dtype])
 
 
 class NoRoom(Exception):
@@ -25,11 +31,11 @@ class NoRoom(Exception):
 class Restorer:
     """Puts held blocks into the pool. Only the engine thread uses it."""
 
-    def __init__(self, cache: PrefixCache, scheduler: Scheduler, runner: ModelRunner, kv_format: str) -> None:
+    def __init__(self, cache: PrefixCache, scheduler: Scheduler, runner: ModelRunner, tolerance: float) -> None:
         self._cache = cache
         self._scheduler = scheduler
         self._runner = runner
-        self._tolerance = AUDIT_TOLERANCE[kv_format]
+        self._tolerance = tolerance
 
     def restore(self, session_id: str, held: HeldBlocks, *, displacing: bool, audit: bool) -> tuple[Sequence, int]:
         """The session's sequence, idle, with all its blocks, and how many are shared: those that the tree had.
@@ -83,8 +89,8 @@ class Restorer:
     def _audit(self, sequence: Sequence, first: int, cache_pos: int) -> None:
         """Run the last positions of three blocks again, into copies of them, and compare K and V of all layers.
 
-        They are the first and the middle one that were copied in, and the last. What its positions attend to is the
-        whole prefix, so a fault anywhere in it shows in their K and V.
+        They are the first and the middle one that were copied in, and the last. Positions of the last attend to the
+        whole prefix, so that a fault elsewhere shows in their K and V as far as they attend to it.
         """
         size, last = self._cache.block_size, len(sequence.block_table) - 1
         ends = [min((index + 1) * size, cache_pos) for index in sorted({first, (first + last) // 2, last})]

@@ -21,7 +21,7 @@ from engine.miss import find_miss
 from engine.model_runner import ModelRunner, StepResult
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
-from engine.restore import Restorer
+from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence, common_prefix_len
@@ -38,7 +38,8 @@ class StepLoop:
         self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
         self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
-        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, parts.kv_format)
+        tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
+        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
         self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self._parts = parts

@@ -404,6 +404,7 @@ def test_removed_with_the_session_also_while_the_model_loads(tmp_path: Path) -> 
         assert engine.stored_sessions() == [B] and not (tmp_path / "snapshots" / A).exists()
         engine.fork(B, C)
         assert engine.snapshot(C)["tokens"] == saved(engine, B)["tokens"]
+        before = contents(engine, B)
     with engine_over(tmp_path) as engine:
         engine._state = "loading"
         engine.release(B)
@@ -411,6 +412,7 @@ def test_removed_with_the_session_also_while_the_model_loads(tmp_path: Path) -> 
         assert engine.stored_sessions() == [C]
         engine.fork(C, A)
         assert engine.inspect(A)["cache_pos"] == len(PROMPT) + 23, "a fork of what was only on disk"
+        assert same(contents(engine, C), before) and same(contents(engine, A), before)
 
 
 def test_written_now_and_asked_for(tmp_path: Path) -> None:
