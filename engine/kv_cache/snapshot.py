@@ -8,32 +8,18 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from engine.kv_cache.durable import sync_folder, write_durably
 from engine.kv_cache.held import HeldBlocks, SaveJob
-from engine.kv_cache.manifest import (
-    DTYPES,
-    Manifest,
-    SnapshotRefused,
-    StoredBlock,
-    block_digest,
-    segment_name,
-    segment_number,
-    tensor_kinds,
-)
+from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBlock, tensor_kinds
+from engine.kv_cache.segments import is_wasteful, read_blocks, write_segments
 
 MANIFEST = "manifest.json"
-SEGMENT_BYTES = 64 * 2**20
-"""A segment ends at about this size, so that no more than this is held twice in memory."""
-MOST_SEGMENTS = 128
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -59,11 +45,14 @@ class SnapshotStore:
         self._write = write
         self._lock = threading.RLock()
         self._sizes: OrderedDict[str, int] | None = None
+        self._published: dict[str, int] = {}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes on disk by session, least recently used first."""
-        with self._lock:
-            return dict(self._scanned())
+        """Bytes on disk by session, least recently used first. Does not wait for a write."""
+        if self._sizes is None:
+            with self._lock:
+                self._scanned()
+        return dict(self._published)
 
     def manifest(self, session_id: str) -> Manifest | None:
         """None where there is no snapshot. Raises `SnapshotRefused` for a damaged manifest."""
@@ -86,33 +75,23 @@ class SnapshotStore:
         with self._lock:
             folder, old = self._folder / job.session_id, self._usable(job.session_id)
             fingerprint = job.fingerprint()
-            known = {block.key: block for block in old.blocks} if old and old.fingerprint == fingerprint else {}
+            if old is not None and old.fingerprint != fingerprint:
+                old = replace(old, blocks=())
+            known = {block.key: block for block in old.blocks} if old else {}
             fresh = [key for key in job.keys if key not in known]
             if any(key not in job.new for key in fresh):
                 raise MissingBlocks
             self._make_room(job.session_id, sum(t.nbytes for key in fresh for t in job.new[key].values()))
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                added, segments = self._write_segments(folder, ((key, job.new[key]) for key in fresh))
+                added, sizes = write_segments(folder, ((key, job.new[key]) for key in fresh), self._write)
                 blocks = [known.get(key) or added[key] for key in job.keys]
-                kinds = tensor_kinds(job.new[fresh[0]]) if fresh else old.tensors if old else {}
-                sizes = {**(old.segments if old else {}), **segments}
-                manifest = Manifest(
-                    session_id=job.session_id,
-                    created_at=time.time(),
-                    fingerprint=fingerprint,
-                    block_size=job.block_size,
-                    token_ids=job.token_ids,
-                    cache_pos=job.cache_pos,
-                    tensors=kinds,
-                    blocks=_with_turns(blocks, job.turns),
-                    segments={name: sizes[name] for name in sorted({block.segment for block in blocks})},
-                )
+                manifest = _manifest_of(job, fingerprint, blocks, {**(old.segments if old else {}), **sizes}, old)
                 self._put(folder, manifest)
             except OSError:
-                self._sweep(folder, old)
+                self._sweep_leftovers(job.session_id)
                 raise
-            if _is_wasteful(manifest):
+            if is_wasteful(manifest):
                 self._rewrite(folder, manifest)
 
     def load(self, session_id: str, fingerprint: Mapping[str, str]) -> HeldBlocks | None:
@@ -127,7 +106,7 @@ class SnapshotStore:
                 name: torch.empty((count, *shape), dtype=DTYPES[dtype])
                 for name, (dtype, shape) in manifest.tensors.items()
             }
-            for index, block in self._blocks(manifest):
+            for index, block in read_blocks(self._folder / session_id, manifest):
                 for name, tensor in block.items():
                     out[name][index] = tensor
             self._used(session_id)
@@ -145,6 +124,7 @@ class SnapshotStore:
             return
         with self._lock, contextlib.suppress(OSError):
             self._scanned().pop(session_id, None)
+            self._publish()
             folder = self._folder / session_id
             (folder / MANIFEST).unlink(missing_ok=True)
             if folder.is_dir():
@@ -160,24 +140,6 @@ class SnapshotStore:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def _write_segments(
-        self, folder: Path, blocks: Iterator[tuple[str, Mapping[str, Tensor]]]
-    ) -> tuple[dict[str, StoredBlock], dict[str, int]]:
-        """`(blocks by key, segment sizes)` of new files with these blocks."""
-        added: dict[str, StoredBlock] = {}
-        sizes: dict[str, int] = {}
-        number = max((segment_number(path.name) for path in folder.iterdir()), default=0)
-        for group in _grouped(blocks):
-            number += 1
-            name = segment_name(number)
-            stacked = {kind: torch.stack([tensors[kind] for _, tensors in group]) for kind in group[0][1]}
-            data = save_tensors(stacked)
-            self._write(folder / name, data)
-            sizes[name] = len(data)
-            for row, (key, tensors) in enumerate(group):
-                added[key] = StoredBlock(key, name, row, block_digest(tensors), None)
-        return added, sizes
-
     def _put(self, folder: Path, manifest: Manifest) -> None:
         """The moment at which a snapshot becomes the session's; then what it does not list goes."""
         self._write(folder / MANIFEST, manifest.to_bytes())
@@ -186,17 +148,22 @@ class SnapshotStore:
         sizes = self._scanned()
         sizes[manifest.session_id] = _folder_bytes(folder)
         sizes.move_to_end(manifest.session_id)
+        self._publish()
 
     def _rewrite(self, folder: Path, manifest: Manifest) -> None:
         """The same blocks in new files without the dead ones. Where that fails the snapshot stays as it is."""
         try:
-            live = ((manifest.blocks[index].key, block) for index, block in self._blocks(manifest))
-            added, sizes = self._write_segments(folder, live)
+            live = ((manifest.blocks[index].key, block) for index, block in read_blocks(folder, manifest))
+            added, sizes = write_segments(folder, live, self._write)
             blocks = _with_turns([added[b.key] for b in manifest.blocks], [b.turn for b in manifest.blocks])
-            fields = {name: getattr(manifest, name) for name in Manifest.__slots__}
-            self._put(folder, Manifest(**{**fields, "blocks": blocks, "segments": sizes}))
+            self._put(folder, replace(manifest, blocks=blocks, segments=sizes))
         except (OSError, SnapshotRefused):
-            self._sweep(folder, manifest)
+            self._sweep_leftovers(manifest.session_id)
+
+    def _sweep_leftovers(self, session_id: str) -> None:
+        """Remove what a write that failed has left, whether it failed before or after its manifest was in place."""
+        with contextlib.suppress(SnapshotRefused):
+            self._sweep(self._folder / session_id, self.manifest(session_id))
 
     def _sweep(self, folder: Path, manifest: Manifest | None) -> None:
         """Remove every file of a session that its manifest does not list."""
@@ -206,45 +173,11 @@ class SnapshotStore:
                 if path.name not in listed:
                     path.unlink(missing_ok=True)
 
-    # -- reading ----------------------------------------------------------------------------------------------------
-
     def _usable(self, session_id: str) -> Manifest | None:
         try:
             return self.manifest(session_id)
         except SnapshotRefused:
             return None
-
-    def _blocks(self, manifest: Manifest) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """`(index, tensors)` of each block, verified, file by file in the order of the blocks."""
-        segment, loaded = "", {}
-        for index, block in enumerate(manifest.blocks):
-            if block.segment != segment:
-                segment, loaded = block.segment, self._segment(manifest, block.segment)
-            if block.row >= len(loaded["data"]):
-                raise SnapshotRefused(f"The snapshot's file {segment} lacks block {index}.")
-            tensors = {name: tensor[block.row] for name, tensor in loaded.items()}
-            if block_digest(tensors) != block.digest:
-                raise SnapshotRefused(f"The snapshot's block {index} is damaged: its digest does not fit.")
-            yield index, tensors
-
-    def _segment(self, manifest: Manifest, name: str) -> dict[str, Tensor]:
-        path = self._folder / manifest.session_id / name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise SnapshotRefused(f"The snapshot's file {name} can't be read: {error.strerror}.") from error
-        if len(data) != manifest.segments[name]:
-            raise SnapshotRefused(
-                f"The snapshot's file {name} has {len(data)} bytes in place of {manifest.segments[name]}."
-            )
-        try:
-            tensors = load_tensors(data)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise SnapshotRefused(f"The snapshot's file {name} is damaged: its header can't be read.") from error
-        found = {kind: (dtype, shape[1:]) for kind, (dtype, shape) in tensor_kinds(tensors).items()}
-        if found != dict(manifest.tensors) or len({len(tensor) for tensor in tensors.values()}) != 1:
-            raise SnapshotRefused(f"The snapshot's file {name} holds other tensors than its manifest says.")
-        return tensors
 
     # -- the limit --------------------------------------------------------------------------------------------------
 
@@ -261,6 +194,7 @@ class SnapshotStore:
         sizes = self._scanned()
         if session_id in sizes:
             sizes.move_to_end(session_id)
+            self._publish()
         with contextlib.suppress(OSError):
             os.utime(self._folder / session_id / MANIFEST)
 
@@ -277,35 +211,36 @@ class SnapshotStore:
                     except OSError:
                         self.remove(folder.name)
             self._sizes.update((name, size) for _, name, size in sorted(found))
+            self._publish()
         return self._sizes
+
+    def _publish(self) -> None:
+        self._published = dict(self._sizes or {})
+
+
+def _manifest_of(
+    job: SaveJob,
+    fingerprint: Mapping[str, str],
+    blocks: Sequence[StoredBlock],
+    sizes: Mapping[str, int],
+    old: Manifest | None,
+) -> Manifest:
+    first = next(iter(job.new.values()), None)
+    return Manifest(
+        session_id=job.session_id,
+        created_at=time.time(),
+        fingerprint=fingerprint,
+        block_size=job.block_size,
+        token_ids=job.token_ids,
+        cache_pos=job.cache_pos,
+        tensors=tensor_kinds(first) if first is not None else old.tensors if old else {},
+        blocks=_with_turns(blocks, job.turns),
+        segments={name: sizes[name] for name in sorted({block.segment for block in blocks})},
+    )
 
 
 def _with_turns(blocks: Sequence[StoredBlock], turns: Sequence[str | None]) -> tuple[StoredBlock, ...]:
-    return tuple(StoredBlock(b.key, b.segment, b.row, b.digest, turn) for b, turn in zip(blocks, turns, strict=True))
-
-
-def _grouped(blocks: Iterator[tuple[str, Mapping[str, Tensor]]]) -> Iterator[list[tuple[str, Mapping[str, Tensor]]]]:
-    """Lists of at most about `SEGMENT_BYTES`."""
-    group: list[tuple[str, Mapping[str, Tensor]]] = []
-    size = 0
-    for key, tensors in blocks:
-        group.append((key, tensors))
-        size += sum(tensor.nbytes for tensor in tensors.values())
-        if size >= SEGMENT_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _is_wasteful(manifest: Manifest) -> bool:
-    """Less than half of the bytes are of blocks that are listed, or there are very many files."""
-    block_bytes = 0
-    for dtype, shape in manifest.tensors.values():
-        block_bytes += torch.Size(shape).numel() * DTYPES[dtype].itemsize
-    live = len({(block.segment, block.row) for block in manifest.blocks}) * block_bytes
-    header = 1024 * len(manifest.segments)
-    return 2 * live + header < sum(manifest.segments.values()) or len(manifest.segments) > MOST_SEGMENTS
+    return tuple(replace(block, turn=turn) for block, turn in zip(blocks, turns, strict=True))
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import engine.kv_cache.snapshot as snapshot
+from engine.kv_cache import segments, snapshot
 from engine.kv_cache.durable import write_durably
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.snapshot import MissingBlocks, SnapshotStore, SnapshotTooLarge
@@ -86,14 +87,14 @@ def test_mostly_dead_files_are_written_anew(store: SnapshotStore) -> None:
 
 
 def test_many_small_files_become_one(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MOST_SEGMENTS", 4)
+    monkeypatch.setattr(segments, "MOST_SEGMENTS", 4)
     for count in range(1, 6):
         store.save(job(A, "abcde"[:count], new="abcde"[count - 1 : count]))
     assert holds(store.load(A, FINGERPRINT), "abcde") and len(files(store)) == 2
 
 
 def test_large_jobs_are_cut_into_several_files(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SEGMENT_BYTES", 2 * sum(t.nbytes for t in block("a").values()))
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2 * sum(t.nbytes for t in block("a").values()))
     store.save(job(A, "abcde"))
     assert len(files(store)) == 4 and holds(store.load(A, FINGERPRINT), "abcde")
 
@@ -229,6 +230,33 @@ def test_on_a_full_disk_the_old_snapshot_stays(tmp_path: Path, room: int) -> Non
     disk.room = float("inf")
     store.save(job(A, "abcdefghij", new="defghij"))
     assert holds(store.load(A, FINGERPRINT), "abcdefghij")
+
+
+def test_a_failure_behind_the_manifest_leaves_the_new_snapshot_whole(store: SnapshotStore, monkeypatch) -> None:
+    store.save(job(A, "abc"))
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(snapshot, "sync_folder", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        store.save(job(A, "abcde", new="de"))
+    assert holds(store.load(A, FINGERPRINT), "abcde")
+
+
+def test_sizes_are_known_while_a_write_is_under_way(store: SnapshotStore) -> None:
+    store.save(job(A, "abc"))
+    known, seen = store.sizes(), []
+
+    def write(path: Path, data: bytes) -> None:
+        reader = threading.Thread(target=lambda: seen.append(store.sizes()))
+        reader.start()
+        reader.join(5)
+        write_durably(path, data)
+
+    store._write = write
+    store.save(job(A, "abcde", new="de"))
+    assert seen == [known, known]
 
 
 def test_a_full_disk_while_dead_blocks_are_cleared_out_costs_nothing(tmp_path: Path) -> None:
