@@ -215,7 +215,7 @@ class LocalEngine:
 
     def _bring_back(self, session_id: str | None, displacing: bool) -> None:
         """Have a session that is only on disk in the pool before what is posted next."""
-        if self._snapshots is not None and self._loop is not None and session_id is not None:
+        if self._snapshots is not None and self._loop is not None and session_id is not None and self._state == "ok":
             self._snapshots.bring_back(session_id, displacing, self._loop, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:

@@ -96,6 +96,7 @@ class SnapshotWriter:
             failure, again = "An earlier write of this session's cache is gone.", True
         except SnapshotTooLarge:
             failure = "This session's cache is larger than the disk space that snapshots may take."
+            self._tell(failure)
         except OSError as error:
             failure = f"The cache could not be written to disk: {error.strerror}."
             self._tell(failure)

@@ -1,8 +1,9 @@
 """The product's promise: whatever was done to a conversation, the next reply is that of a fresh run over the same ids.
 
 A state machine sends, edits, regenerates, undoes, forks, stops, deletes, switches branches and restarts, over real
-SQLite files and real engines on a pool so small that sessions evict each other. After every turn the same prompt runs
-on an engine with an empty cache: same ids, same log probabilities.
+SQLite files and real engines on a pool so small that sessions displace each other, to RAM and disk, whence they come
+back after a restart too. After every turn the same prompt runs on an engine with an empty cache: same ids, same log
+probabilities.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ class Conversations(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.store = SessionStore(Path(self.folder.name) / "chats.db")
-        self.engine = tiny_engine(context=160, max_seq_len=160, blocks=70)
+        self.engine = tiny_engine(
+            context=160,
+            max_seq_len=160,
+            blocks=70,
+            data_dir=Path(self.folder.name),
+            snapshot_limit=2**20,
+            ram_limit=2**17,
+        )
         self.chat = ChatService(self.store, self.engine)
 
     def teardown(self) -> None:
