@@ -20,18 +20,26 @@ from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
+from engine.weights.identity import weights_identity
 from kernels.dispatch import triton_runs_on
 from kernels.kv_format import KV_FORMATS
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
+NOT_KEPT = (
+    "Sessions of this model do not keep their cache over a restart, because its recurrent state is not stored: "
+    "the first turn after one computes the whole conversation."
+)
 RAM_SHARE, CARD_SHARE = 0.25, 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block, `state_slots` the null
-    slot of `states`, which models with recurrent layers have."""
+    slot of `states`, which models with recurrent layers have.
+
+    `weights_id` tells the weights from others (`weights_identity`).
+    """
 
     model: DecoderModel
     cache: KVCache
@@ -44,6 +52,7 @@ class EngineParts:
     warnings: tuple[str, ...] = field(default=())
     states: SSMStatePool | None = None
     state_slots: int = 0
+    weights_id: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -86,7 +95,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
-    return assemble(config, model, tokenizer, source.name)
+    return assemble(config, model, tokenizer, source.name, weights_identity(source.path))
 
 
 def check_kernels(model: DecoderModel, kept: Path) -> None:
@@ -101,7 +110,9 @@ def check_kernels(model: DecoderModel, kept: Path) -> None:
         )
 
 
-def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:
+def assemble(
+    config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str, weights_id: str = ""
+) -> EngineParts:
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model.weight_format, model.dtype)
     spec = KVCacheSpec(
@@ -128,9 +139,15 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
         max_seq_len=max_seq_len,
         max_blocks=max_blocks,
         limits=limits,
-        warnings=(*tokenizer.warnings, *model.warnings, *calibrated(model, cache, tokenizer, max_seq_len)),
+        warnings=(
+            *tokenizer.warnings,
+            *model.warnings,
+            *calibrated(model, cache, tokenizer, max_seq_len),
+            *((NOT_KEPT,) if state is not None else ()),
+        ),
         states=SSMStatePool(state, model.device) if state is not None else None,
         state_slots=state_slots,
+        weights_id=weights_id,
     )
 
 
@@ -172,6 +189,13 @@ def default_kv_budget(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CARD_SHARE)
     return int(psutil.virtual_memory().available * RAM_SHARE)
+
+
+def ram_limit(config: EngineConfig, parts: EngineParts) -> int:
+    """Bytes of RAM for the blocks of idle sessions; without a card the pool is in RAM itself."""
+    if config.ram_limit is not None:
+        return config.ram_limit
+    return int(psutil.virtual_memory().available * RAM_SHARE) if parts.model.device.type == "cuda" else 0
 
 
 def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:

@@ -9,11 +9,14 @@ from engine.tokenizer import ChatTokenizer
 _LOOK_AHEAD = 16
 
 
-def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatTokenizer, shared: int = 0) -> Miss | None:
+def find_miss(
+    sequence: Sequence, request: GenerateRequest, tokenizer: ChatTokenizer, shared: int = 0, loss: str | None = None
+) -> Miss | None:
     """Compare a session's cache with its next prompt; None if every cached token can stay. Resets `evicted_from`.
 
     `shared` tokens of the prompt are in full blocks that other sessions computed; a session without a cache of its own
     begins with them. A recurrent state is lost back to the newest checkpoint before the difference.
+    `loss`: why what was kept of the session could not be used ("snapshot": it was refused).
 
     The caller's own word for what it did to the history (`request.cause`) comes first. Without one, equal text behind
     the difference means the text was split into other tokens, anything else that the template rendered it differently.
@@ -26,9 +29,9 @@ def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatToken
         kept = position if sequence.state is None else sequence.resume_point(min(position, len(wanted) - 1))
         return _miss(position, cause, cached, wanted, len(cached) - kept)
     if evicted_from > position:
-        return _miss(position, "evicted", cached, wanted, evicted_from - position)
+        return _miss(position, loss or "evicted", cached, wanted, evicted_from - position)
     if not cached and request.stored_cache_pos > shared:
-        cause = "model" if request.cause == "model" else "restart"
+        cause = "model" if request.cause == "model" else loss or "restart"
         return _miss(shared, cause, cached, wanted, request.stored_cache_pos - shared)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -9,6 +10,7 @@ from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.protocol import ProbeQuery
 from engine.sequence import Sequence, Status
+from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 
 MAX_PROBE_POSITIONS = 4096
@@ -22,6 +24,10 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
     spec = parts.cache.spec
     state = _state(parts, sequence)
     state_bytes = state["bytes"] if state else 0
+    held = loop.keeper.ram.find(session_id)
+    blocks = _blocks(loop, parts, sequence)
+    if held is not None:
+        blocks = _kept("ram", held.cache_pos, spec.block_size, parts.kv_format, held.turns)
     return {
         "session_id": session_id,
         "model": parts.name,
@@ -32,7 +38,9 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "token_ids": sequence.token_ids[: sequence.cache_pos],
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
-        "blocks": _blocks(loop, parts, sequence),
+        "blocks": blocks,
+        "refused": None,
+        "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,
         "bytes_used": sequence.cache_pos * spec.bytes_per_token + state_bytes,
         "bytes_reserved": len(sequence.block_table) * spec.block_bytes + state_bytes,
@@ -93,6 +101,35 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
             }
         )
     return blocks
+
+
+def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> dict[str, Any]:
+    """The same, with what is on disk of a session that has nothing in the pool or in RAM, and why it is not used."""
+    report = {**report, "refused": snapshots.refusal(session_id)}
+    manifest = snapshots.manifest(session_id) if not report["blocks"] and report["status"] == "idle" else None
+    if manifest is None or report["refused"] is not None:
+        return report
+    turns = [block.turn for block in manifest.blocks]
+    report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, report["kv_format"], turns)
+    report["away"] = {"tier": "disk", "tokens": manifest.cache_pos}
+    return report
+
+
+def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: SequenceOf[str | None]) -> list[dict[str, Any]]:
+    """Blocks outside the pool: they have no id and, until they come back, no owner in it."""
+    return [
+        {
+            "id": None,
+            "start": index * size,
+            "count": min(size, cache_pos - index * size),
+            "ref_count": 0,
+            "tier": tier,
+            "format": kv_format,
+            "written_by_turn": turn,
+            "last_audit": None,
+        }
+        for index, turn in enumerate(turns)
+    ]
 
 
 def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import OutOfBlocks
@@ -43,9 +43,10 @@ class SchedulerLimits:
 class Scheduler:
     """Continuous batching: every running sequence decodes each step, what is left of the budget goes to prefills in
     order of arrival, and a newcomer joins at the next step. Sequences of finished turns stay in `idle` with their
-    blocks until these are needed; then the longest idle gives its blocks up first."""
+    blocks until these are needed; then the longest idle gives its blocks up first, and `on_displace` is told before."""
 
     def __init__(self, cache: PrefixCache, limits: SchedulerLimits) -> None:
+        self.on_displace: Callable[[Sequence], None] = lambda sequence: None
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -154,8 +155,28 @@ class Scheduler:
 
     def _reclaim(self, for_sequence: Sequence) -> bool:
         """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
-        for sequence in [*self.idle.values(), *reversed(self.waiting)]:
+        if self._displace_one():
+            return True
+        for sequence in reversed(self.waiting):
             if sequence.holds_cache and sequence is not for_sequence:
+                sequence.release_blocks()
+                return True
+        return False
+
+    def make_room(self, count: int) -> bool:
+        """See to it that `count` blocks can be had, taking them from idle sessions if need be; False if they can't."""
+        held = sum(len(sequence.block_table) for sequence in (*self.running, *self.waiting))
+        if self._cache.pool.limit - 1 - held < count:
+            return False
+        while self._cache.pool.free_count + self._cache.evictable_count() < count:
+            if not self._displace_one():
+                return False
+        return True
+
+    def _displace_one(self) -> bool:
+        for sequence in self.idle.values():
+            if sequence.holds_cache:
+                self.on_displace(sequence)
                 sequence.release_blocks()
                 return True
         return False

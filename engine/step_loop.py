@@ -7,8 +7,12 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
+from engine.fingerprint import fingerprint
+from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import StateCheckpoints
+from engine.kv_cache.compaction import compact, empty_slots, is_sparse
+from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
@@ -17,6 +21,7 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
 from engine.sampling.step import StepTokens
 from engine.scheduler import ScheduledBatch, Scheduler
@@ -29,7 +34,7 @@ from engine.turn import ActiveTurn, QueueStream
 class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, ram_limit: int = 0, submit: Callable[[SaveJob], None] | None = None) -> None:
         pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
         slots = BlockPool(parts.state_slots) if parts.states is not None else None
         checkpoints = StateCheckpoints(slots) if slots is not None else None
@@ -39,6 +44,9 @@ class StepLoop:
         self.runner = ModelRunner(
             parts.model, parts.cache, pool, parts.max_seq_len, limits.max_sequences, parts.states, slots
         )
+        tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
+        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
+        self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
@@ -48,16 +56,27 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.keeper.has_unsaved
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of what runs now. Safe from any thread."""
+        return fingerprint(self._parts)
 
     # -- commands from the mailbox ----------------------------------------------------------------------------------
 
-    def start(self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None]) -> None:
-        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it."""
+    def start(
+        self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None], submitted: float
+    ) -> None:
+        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it.
+
+        `submitted`: when it was asked for, in seconds of `time.perf_counter`.
+        """
         turn: ActiveTurn | None = None
+        if request.session_id is not None:
+            self.keeper.before_turn(request.session_id)
         sequence = self._sequence_for(request.session_id)
         try:
-            turn = self._make_turn(request, sequence, stream)
+            turn = self._make_turn(request, sequence, stream, submitted)
         except KVScopeError as error:
             on_done()
             stream.fail(error)
@@ -97,6 +116,19 @@ class StepLoop:
             self.scheduler.idle.pop(session_id, None)
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
+        self.keeper.forget(session_id)
+        self._unchecked = True
+
+    def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
+        """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
+        self._unchecked = True
+        self.keeper.adopt(session_id, held, displacing)
+
+    def bring_back(self, session_id: str) -> int:
+        """Have a session's blocks in the pool if they are kept in RAM; its tokens in the cache then."""
+        self.keeper.bring_back(session_id)
+        sequence = self.scheduler.find(session_id)
+        return sequence.cache_pos if sequence else 0
 
     def fork(self, session_id: str, new_session_id: str, token_ids: SequenceOf[int]) -> None:
         """Let a new session share what of the session's cache stands for `token_ids`."""
@@ -105,6 +137,7 @@ class StepLoop:
             return
         count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
         self.scheduler.finish(source.fork(new_session_id, count))
+        self.keeper.turn_ended(new_session_id)
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""
@@ -119,7 +152,16 @@ class StepLoop:
             "blocks_free": pool.free_count,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
+            "kv_reserved_bytes": self.runner.cache.reserved_bytes,
+            "kv_empty_bytes": self.empty_bytes(),
+            "kv_ram_bytes": self.keeper.ram.nbytes,
         }
+
+    def empty_bytes(self) -> int:
+        """Bytes of the cache that are allocated and hold no token."""
+        cache = self.runner.cache
+        slots = empty_slots(self.prefix_cache, self.scheduler.sequences(), cache.capacity_blocks)
+        return slots * cache.spec.bytes_per_token
 
     def check_integrity(self) -> None:
         check_integrity(self.prefix_cache, self.scheduler.sequences())
@@ -146,6 +188,7 @@ class StepLoop:
                 item.sequence.truncate(item.sequence.cache_pos)
             return
         self._commit(batch, tokens)
+        self.keeper.save_next(busy=True)
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
@@ -153,8 +196,19 @@ class StepLoop:
             self._end(turn, turn.fail(KVScopeError("The KV cache is too small for this turn.", code="kv_cache_full")))
         elif self._unchecked:
             self.check_integrity()
-            self.runner.trim()
+            self._tidy()
             self._unchecked = False
+        else:
+            self.keeper.save_next(busy=False)
+
+    def _tidy(self) -> None:
+        """Give back extents above the highest used block; where much is empty below, move blocks down first."""
+        cache, sequences = self.runner.cache, list(self.scheduler.sequences())
+        self.runner.trim()
+        if is_sparse(self.prefix_cache, cache.capacity_blocks, cache.blocks_per_extent):
+            compact(self.prefix_cache, sequences)
+            self.runner.trim()
+            self.check_integrity()
 
     def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
@@ -195,14 +249,16 @@ class StepLoop:
         sequence = self.scheduler.find(session_id) if session_id else None
         return sequence or Sequence(self.prefix_cache, session_id)
 
-    def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
+    def _make_turn(
+        self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
+    ) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
-        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
+        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
         detokenizer = Detokenizer(tokenizer, params.stop)
         shared = self.prefix_cache.shared(request.prompt_ids).count
-        meter.miss = find_miss(sequence, request, tokenizer, shared)
+        meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
@@ -211,6 +267,8 @@ class StepLoop:
 
     def _end(self, turn: ActiveTurn, event: Finished | Failed) -> None:
         self.scheduler.finish(turn.sequence)
+        if turn.sequence.session_id is not None:
+            self.keeper.turn_ended(turn.sequence.session_id)
         del self._turns[turn.sequence]
         self._on_done.pop(turn.sequence)()
         if event.stats is not None:

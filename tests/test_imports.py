@@ -27,6 +27,7 @@ CONTROL = (
     "engine/kv_cache/checkpoints.py",
     "engine/kv_cache/sequence_state.py",
     "engine/kv_cache/integrity.py",
+    "engine/kv_cache/compaction.py",
 )
 
 

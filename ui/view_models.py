@@ -171,7 +171,7 @@ def turn_section(
 
 def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
     """How much is held, whether the invariants hold, and of a recurrent state its size and its last checkpoints."""
-    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants")
+    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused")
     section = {name: report[name] for name in names}
     state = report.get("state")
     if state is not None:
@@ -181,8 +181,10 @@ def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """`[id, start, count, owners]` of each block of the table."""
-    return [[block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks]
+    """`[id, start, count, owners]` of each block of the table; those outside the pool have no id."""
+    return [
+        [block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks if block["id"] is not None
+    ]
 
 
 def probe_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

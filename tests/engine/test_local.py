@@ -384,7 +384,7 @@ def test_a_failed_load_is_told_to_whoever_waits():
     def load(_):
         raise ModelFileError("There is no such model.")
 
-    engine = LocalEngine(EngineConfig(data_dir=None), load)
+    engine = LocalEngine(EngineConfig(data_dir=None, snapshot_limit=0), load)
     engine.start()
     with pytest.raises(ModelFileError):
         engine.wait_ready(10)

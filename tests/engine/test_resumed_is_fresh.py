@@ -1,8 +1,9 @@
 """The product's promise: whatever was done to a conversation, the next reply is that of a fresh run over the same ids.
 
 A state machine sends, edits, regenerates, undoes, forks, stops, deletes, switches branches and restarts, over real
-SQLite files and real engines on a pool so small that sessions evict each other. After every turn the same prompt runs
-on an engine with an empty cache: same ids, same log probabilities.
+SQLite files and real engines on a pool so small that sessions displace each other, to RAM and disk, whence they come
+back after a restart too. After every turn the same prompt runs on an engine with an empty cache: same ids, same log
+probabilities.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class Conversations(RuleBasedStateMachine):
             blocks=70,
             states=self.states,
             kv_format=self.kv_format,
+            data_dir=Path(self.folder.name),
+            snapshot_limit=2**20,
+            ram_limit=2**17,
         )
         self.chat = ChatService(self.store, self.engine)
 
@@ -205,7 +209,7 @@ class RecurrentConversations(Conversations):
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

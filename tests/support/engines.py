@@ -62,11 +62,12 @@ def tiny_parts(
     slot included)."""
     tokenizer = tokenizer or chat_tokenizer(template)
     held = model or loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
-    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
-    configuration = EngineConfig(data_dir=Path("unused"), **settings)
+    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4}
+    settings |= {"data_dir": Path("unused"), "snapshot_limit": 0, **config}
+    configuration = EngineConfig(**settings)
 
     def load(config: EngineConfig) -> EngineParts:
-        parts = assemble(config, held, tokenizer, name)
+        parts = assemble(config, held, tokenizer, name, f"{kind} weights")
         limit = parts.max_blocks if blocks is None else blocks
         parts.cache.max_blocks = limit
         return replace(parts, max_blocks=limit, state_slots=parts.state_slots if states is None else states)

@@ -32,6 +32,15 @@ def test_sections_show_what_the_engine_says(page):
     assert panel["memory"]["weights"] == 141 << 20
 
 
+def test_what_is_kept_outside_the_pool_is_told(page):
+    page.send("Hello there")
+    page.until_idle()
+    engine = page.chat.engine
+    engine.away = {"tier": "disk", "tokens": 1234}
+    cache = with_panel(page)["cache"]
+    assert cache["away"] == {"tier": "disk", "tokens": 1234} and cache["refused"] is None
+
+
 def test_effective_max_new_tokens_follow_the_setting(page):
     page.send("Hello", params={"max_tokens": 5})
     page.until_idle()

@@ -67,7 +67,9 @@ def test_a_recurrent_model_has_a_state_and_only_with_attention_a_price_per_token
 
 
 def test_the_last_checkpoints_are_shown():
-    report = dict.fromkeys(("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants"), 0)
+    report = dict.fromkeys(
+        ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused"), 0
+    )
     assert "state" not in view_models.cache_section(report | {"state": None})
     state = {"layers": 2, "bytes": 9, "slot": 3, "checkpoints": [8, 20, 24, 40, 48]}
     section = view_models.cache_section(report | {"state": state})
@@ -118,3 +120,8 @@ def test_signatures_name_values():
     assert view_models.signature({"a": 1, "b": [2]}) == view_models.signature({"b": [2], "a": 1})
     assert view_models.signature({"a": 1}) != view_models.signature({"a": 2})
     assert view_models.signature("half \ud800") == view_models.signature("half \ud800")
+
+
+def test_blocks_outside_the_pool_are_no_cells():
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu"}
+    assert view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}]) == [[4, 0, 16, 2]]

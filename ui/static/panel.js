@@ -6,9 +6,11 @@ const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
   delete: "a message was deleted", system_prompt: "the system prompt was changed", template: "the chat template renders an earlier turn differently",
   retokenised: "the same text was split into other tokens", context_full: "the oldest turns left the full context",
-  evicted: "another chat needed the memory", restart: "KVScope was restarted", model: "another model is loaded",
+  evicted: "another chat needed the memory", restart: "KVScope was restarted",
+  snapshot: "what was kept on disk could not be used", model: "another model is loaded",
 };
 const FINISH = { stop: "end of reply", length: "token limit", cancelled: "stopped by you", interrupted: "cut off", error: "error" };
+const PLACES = { ram: "in RAM", disk: "on disk" };
 const PROBE_DIMS = 10;
 const LIST_SECTIONS = ["blocks", "head", "tail"];
 
@@ -33,6 +35,7 @@ export class LivePanel {
     this.bar = h("div", { class: "bar", role: "progressbar", "aria-label": "Tokens in the cache", "aria-valuemin": 0 }, this.fill_);
     this.cachePos = h("b", {}, "0");
     this.capacity = h("span", { class: "quiet" }, "");
+    this.away = h("p", { class: "quiet away", hidden: true });
     this.numbers = this.tiles([["reused", "reused"], ["computed", "computed"], ["generated", "generated"], ["ttft", "first token"], ["speed", "tokens/s"], ["prefill", "prefill"]]);
     this.turnFacts = h("dl", { class: "facts" });
     this.miss = h("div", { class: "miss", hidden: true });
@@ -48,7 +51,7 @@ export class LivePanel {
       h("section", { class: "first" },
         h("div", { class: "session-id" }, this.id, this.copyId),
         h("div", { class: "cache-pos" }, h("span", {}, h("code", {}, "cache_pos "), this.cachePos), this.capacity),
-        this.bar),
+        this.bar, this.away),
       section("Last turn", this.numbers.root, this.miss, this.turnFacts),
       section("Blocks", this.cells, this.blockNote, this.state, this.invariants),
       h("section", {}, h("h3", {}, "Probe"), this.probeBar, this.probe),
@@ -128,6 +131,9 @@ export class LivePanel {
     const most = model?.max_seq_len ?? 0;
     setText(this.cachePos, number(used));
     setText(this.capacity, most ? `of ${number(most)} · ${(100 * used / most).toFixed(1)} %` : "");
+    const away = cache?.away;
+    setText(this.away, cache?.refused ?? (away ? `${number(away.tokens)} tokens are kept ${PLACES[away.tier]}; the next turn brings them back.` : ""));
+    this.away.hidden = !this.away.textContent;
     this.fill_.style.width = `${most ? Math.min(100, 100 * used / most) : 0}%`;
     this.bar.setAttribute("aria-valuemax", most);
     this.bar.setAttribute("aria-valuenow", used);
@@ -185,6 +191,7 @@ export class LivePanel {
     const rows = [
       ["weights", memory.weights, memory.total_device], ["KV used", memory.kv_used, memory.total_device], ["KV reserved", memory.kv_reserved, memory.total_device],
       ...(memory.state_reserved ? [["states", memory.state_reserved, memory.total_device]] : []),
+      ["KV empty", memory.kv_empty ?? 0, memory.total_device], ["KV in RAM", memory.kv_ram, memory.ram_total], ["KV on disk", memory.kv_disk, 0],
       ["workspace", memory.workspace, memory.total_device], [card ? "allocator, other" : "process, other", memory.allocator_slack, memory.total_device],
       ["other programs", memory.other_processes, memory.total_device], [card ? "free on the card" : "free RAM", memory.free_device, memory.total_device],
     ];
