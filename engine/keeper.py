@@ -62,7 +62,11 @@ class SessionKeeper:
     def turn_ended(self, session_id: str) -> None:
         """The session's blocks have changed, and it is idle."""
         self.present.add(session_id)
-        if self._submit is not None:
+        self._must_be_saved(session_id)
+
+    def _must_be_saved(self, session_id: str) -> None:
+        sequence = self._scheduler.idle.get(session_id)
+        if self._submit is not None and sequence is not None and sequence.cache_pos:
             self._unsaved.setdefault(session_id, time.monotonic())
 
     @property
@@ -82,10 +86,10 @@ class SessionKeeper:
 
     def save(self, session_id: str) -> None:
         """Hand over the new blocks of one session now, if there are any."""
-        sequence = self._scheduler.find(session_id)
+        sequence = self._scheduler.idle.get(session_id)
         if self._unsaved.pop(session_id, None) is None or self._submit is None:
             return
-        if sequence is None or sequence.status is not Status.IDLE or not sequence.cache_pos:
+        if sequence is None or not sequence.cache_pos:
             return
         keys, old = self._keys(sequence)
         fresh = [index for index, key in enumerate(keys) if key not in old]
@@ -111,15 +115,15 @@ class SessionKeeper:
         sequence = self._scheduler.find(session_id)
         if sequence is not None and sequence.status is not Status.IDLE:
             raise Conflict("This session is still answering; wait for the reply or stop it first.")
-        if sequence is not None and session_id not in self._saved:
-            self.turn_ended(session_id)
+        if session_id not in self._saved:
+            self._must_be_saved(session_id)
         self.save(session_id)
 
     def not_saved(self, session_id: str, again: bool) -> None:
         """A job of this session failed: none of its blocks counts as being on disk."""
         self._saved.pop(session_id, None)
-        if again and session_id in self._scheduler.idle:
-            self.turn_ended(session_id)
+        if again:
+            self._must_be_saved(session_id)
 
     def _keys(self, sequence: Sequence) -> tuple[list[str], set[str]]:
         """`(keys of all blocks, those that were handed over before)`; a node of the tree never changes its content."""
@@ -144,8 +148,9 @@ class SessionKeeper:
             return
         self.save(session_id)
         gone = [session_id]
-        if self.ram.limit:
-            count = -(-sequence.cache_pos // self._runner.cache.spec.block_size)
+        spec = self._runner.cache.spec
+        count = -(-sequence.cache_pos // spec.block_size)
+        if count * spec.block_bytes <= self.ram.limit:
             keys = [key for _, key in self._saved.get(session_id, [])][: len(sequence.nodes)]
             self._runner.sync_blocks()
             held = HeldBlocks(
@@ -162,13 +167,14 @@ class SessionKeeper:
         """Move a session's blocks from RAM into the pool, displacing others if need be. Does nothing if they can't."""
         held = self.ram.find(session_id)
         sequence = self._scheduler.find(session_id)
-        if held is None or (sequence is not None and sequence.cache_pos):
+        if held is None or (sequence is not None and (sequence.cache_pos or sequence.status is not Status.IDLE)):
             return
         try:
             self._adopt(session_id, held, displacing=True, audit=False)
         except NoRoom:
             return
         self.ram.remove(session_id)
+        self.present.add(session_id)  # making room may have pushed the copy in RAM out
 
     def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
         """Take a session's blocks that were read from disk, unless it has some. Raises `SnapshotRefused`, `NoRoom`."""

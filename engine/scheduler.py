@@ -164,13 +164,14 @@ class Scheduler:
         return False
 
     def make_room(self, count: int) -> bool:
-        """See to it that `count` blocks can be had, taking them from idle sessions if need be; False if they can't."""
+        """See to it that `count` blocks are free, taking them from idle sessions if need be; False if they can't be."""
         held = sum(len(sequence.block_table) for sequence in (*self.running, *self.waiting))
         if self._cache.pool.limit - 1 - held < count:
             return False
         while self._cache.pool.free_count + self._cache.evictable_count() < count:
             if not self._displace_one():
                 return False
+        self._cache.evict(count - self._cache.pool.free_count)
         return True
 
     def _displace_one(self) -> bool:

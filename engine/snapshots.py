@@ -28,8 +28,10 @@ class Snapshots:
     """Store and writer of all sessions' snapshots, and which of them were refused. Safe from any thread."""
 
     def __init__(self, folder: Path, limit: int | None, on_failed: Callable[[str, bool], None]) -> None:
-        """`limit` in bytes; None is a quarter of what is free on the disk, at most `MOST_BYTES`."""
-        self.store = SnapshotStore(folder, default_limit(folder) if limit is None else limit)
+        """`limit` in bytes; None is a quarter of what the disk has for them, at most `MOST_BYTES`."""
+        self.store = SnapshotStore(folder, limit or 0)
+        if limit is None:
+            self.store.limit = default_limit(folder, sum(self.store.sizes().values()))
         self.writer = SnapshotWriter(self.store, on_failed)
         self._refused: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -153,6 +155,7 @@ class Snapshots:
         self.forgive(session_id)
 
 
-def default_limit(folder: Path) -> int:
+def default_limit(folder: Path, used: int) -> int:
+    """A share of what is free on the disk together with the `used` bytes of snapshots that lie there already."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return min(int(shutil.disk_usage(existing).free * DISK_SHARE), MOST_BYTES)
+    return min(int((shutil.disk_usage(existing).free + used) * DISK_SHARE), MOST_BYTES)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine import fingerprint as fingerprints
+from engine import snapshots
 from engine.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from engine.kv_cache.durable import write_durably
 from engine.protocol import Finished, GenerateRequest, ProbeQuery
@@ -413,6 +414,17 @@ def test_removed_with_the_session_also_while_the_model_loads(tmp_path: Path) -> 
         engine.fork(C, A, (*PROMPT, *range(30)))
         assert engine.inspect(A)["cache_pos"] == len(PROMPT), "a fork of what was only on disk"
         assert same(contents(engine, C), before)
+
+
+def test_the_limit_left_out_is_a_share_of_the_disk_that_does_not_shrink_with_use(tmp_path: Path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=8000))
+    assert snapshots.default_limit(tmp_path / "not" / "there", 0) == 2000
+    assert snapshots.default_limit(tmp_path, 4000) == 3000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**50))
+    assert snapshots.default_limit(tmp_path, 0) == snapshots.MOST_BYTES
+    with engine_over(tmp_path, snapshot_limit=None) as engine:
+        assert engine.capabilities()["snapshot_limit"] == snapshots.MOST_BYTES
 
 
 def test_written_now_and_asked_for(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.kv_cache.spec import KVCacheSpec
 from engine.model_runner import ModelRunner
+from engine.protocol import GenerateRequest
 from engine.restore import NoRoom, Restorer
+from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler, SchedulerLimits
 from engine.sequence import Sequence, Status, common_prefix_len
 from kernels.kv_format import FP32
@@ -109,6 +111,44 @@ def test_a_turn_that_finds_no_room_for_its_blocks_runs_all_the_same(tmp_path: Pa
         assert engine.memory()["sessions"][B]["kv_ram"] > 0
         engine.release(B)
         assert engine.memory()["kv_ram"] == 0
+
+
+def test_a_session_whose_copy_in_ram_makes_room_for_another_comes_back_all_the_same(tmp_path: Path) -> None:
+    """RAM has room for one session: bringing it back displaces another one, whose blocks take its place there."""
+    with engine_over(tmp_path, blocks=80, ram_limit=40 * 2048) as engine:
+        cached = turn(engine, A, PROMPT).stats.cache_pos
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) == "ram"
+        assert engine.restore(A) == cached and [tier(engine, session) for session in (A, B, C)] == [
+            "pool",
+            "ram",
+            "pool",
+        ]
+        turn(engine, C, (*THIRD, 3))
+        assert engine.restore(A) == cached, "it is not read from the disk into the blocks that it has"
+
+
+def test_writing_now_what_has_left_the_pool_does_not_hide_it(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=80) as engine:
+        cached = turn(engine, A, PROMPT).stats.cache_pos
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) == "disk"
+        engine._call(lambda: engine._steps().keeper.not_saved(A, True))
+        assert engine.snapshot(A)["tokens"] == cached
+        assert turn(engine, A, (*PROMPT, 4)).stats.reused_tokens == len(PROMPT)
+
+
+def test_asking_for_a_session_back_while_it_answers_changes_nothing(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=80, ram_limit=MIB) as engine:
+        first = turn(engine, A, PROMPT)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        stream = engine.generate(GenerateRequest((*PROMPT, *first.token_ids, 5), params, A))
+        for _ in range(20):
+            engine.restore(A)
+            engine.check_integrity()
+        assert list(stream)[-1].stats.generated_tokens == 60
 
 
 # -- a dense pool ------------------------------------------------------------------------------------------------------
@@ -242,7 +282,9 @@ class Tiers(RuleBasedStateMachine):
             if batch is None:
                 self.keeper.save_next(busy=False)
                 return
-            self.runner.execute(ScheduledBatch(tuple(replace(item, wants_logits=False) for item in batch.items)), (), ())
+            self.runner.execute(
+                ScheduledBatch(tuple(replace(item, wants_logits=False) for item in batch.items)), (), ()
+            )
             for item in batch.items:
                 item.sequence.advance(item.count)
                 if item.wants_logits:
