@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.support.tiny_tokenizer import chat_tokenizer
 
 SIZE = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPT = tuple(b"The quick brown fox jumps over the lazy dogs")
 OTHER = tuple(b"Paris is the capital of France, and Rome of ")
 REPLY = tuple(chat_tokenizer().encode(" in a field."))
@@ -162,7 +163,7 @@ def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, eng
     """In the middle of a reply, beside one of another session, which goes on."""
     history = first_reply(engine, "s")
     prompt = (*history, *b"next")
-    beside = engine.generate(GenerateRequest(OTHER, LONG, "beside"))
+    beside = engine.generate(GenerateRequest(OTHER, replace(LONG, max_tokens=60), "beside"))
     stream = engine.generate(GenerateRequest(prompt, LONG, "s"))
     events = []
     for event in stream:
