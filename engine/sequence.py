@@ -7,7 +7,10 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.prefix_cache import Node, PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.sequence_state import SequenceState
+
+__all__ = ["Sequence", "Status", "common_prefix_len"]
 
 
 class Status(enum.Enum):
@@ -15,21 +18,6 @@ class Status(enum.Enum):
     RUNNING = "running"
     IDLE = "idle"
     FINISHED = "finished"
-
-
-def common_prefix_len(left: SequenceOf[int], right: SequenceOf[int]) -> int:
-    """How many leading ids are equal. Compares halves, so long equal histories cost a few slice comparisons."""
-    left, right = tuple(left), tuple(right)
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 class Sequence:
@@ -68,15 +56,14 @@ class Sequence:
     def next_chunk(self, most: int) -> int:
         """Tokens for the next step, at most `most`: a prefill stops where its state is to be kept."""
         count = min(self.remaining, most)
-        if self.state is not None and self.cache_pos < self.state.wanted < self.cache_pos + count:
-            return self.state.wanted - self.cache_pos
-        return count
+        stops = self.state.wanted if self.state is not None else ()
+        return min([count, *(stop - self.cache_pos for stop in stops if stop > self.cache_pos)])
 
     def will_share(self, count: int) -> int:
         """How many of the first `count` tokens others can take over once the running prefill is through."""
         if self.state is None:
             return count
-        return self.state.wanted if self.cache_pos < self.state.wanted <= count else 0
+        return max((stop for stop in self.state.wanted if self.cache_pos < stop <= count), default=0)
 
     def resume_point(self, count: int) -> int:
         """Where cutting to `count` tokens would end up."""
@@ -132,13 +119,13 @@ class Sequence:
             self.block_table.append(self._cache.allocate())
             self.block_turns.append(self.turn_id)
         if self.state is not None:
-            self.state.begin(wanted=(len(self.token_ids) - 1) // size * size)
+            self.state.begin(self.token_ids, self.cache_pos, size)
 
     def advance(self, count: int) -> None:
         """`count` more tokens are in the cache; blocks that became full join the tree."""
         self.cache_pos += count
         size = self._cache.block_size
-        if self.state is not None and self.cache_pos == self.state.wanted:
+        if self.state is not None and self.cache_pos in self.state.wanted:
             self.state.save(self.token_ids[: self.cache_pos], self.session_id)
         while self._cache.holds_kv and (len(self.nodes) + 1) * size <= self.cache_pos:
             index = len(self.nodes)

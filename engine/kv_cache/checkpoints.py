@@ -1,7 +1,8 @@
 """Recurrent states that were kept: which prefix each belongs to and which slot holds it. Ids only, no tensors.
 
 A recurrent state can't be cut back like K and V, so it is kept where a conversation is likely to be taken up again: at
-the ends of prompts and replies. A checkpoint is never written again; a sequence that goes on from it copies it first.
+the ends of prompts and replies, and where a prompt parts from earlier ones, as behind a system prompt that chats share.
+A checkpoint is never written again; a sequence that goes on from it copies it first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
+from engine.kv_cache.prefixes import common_prefix_len
 
 CLEARED = NULL_BLOCK
 """As the source of a pending copy: the state before the first token."""
@@ -56,6 +58,11 @@ class StateCheckpoints:
         for kept in candidates:
             if kept.token_ids[-1] == wanted[kept.position - 1] and kept.token_ids == wanted[: kept.position]:
                 yield kept
+
+    def parting(self, token_ids: Sequence[int]) -> int:
+        """How many leading ids are equal to those of some checkpoint."""
+        wanted = tuple(token_ids)
+        return max((common_prefix_len(kept.token_ids, wanted) for kept in self), default=0)
 
     def add(self, token_ids: Sequence[int], slot: int, session_id: str | None) -> Checkpoint:
         """Keep the state in `slot`, whose owner the index becomes. If the prefix has one already, that one stays."""

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.checkpoints import CLEARED, Checkpoint, StateCheckpoints
 
+WORTH_KEEPING = 4
+"""Blocks that a checkpoint where prompts part must save computing."""
+
 
 class SequenceState:
     """`live` is the slot that steps move on. Without one, `held` is the state that the sequence goes on from; None:
-    from the first token. `wanted` is the position at which a prefill stops, so that a checkpoint can be taken."""
+    from the first token. `wanted` are the positions at which a prefill stops, so that checkpoints can be taken."""
 
     def __init__(self, checkpoints: StateCheckpoints) -> None:
         self.live: int | None = None
         self.held: Checkpoint | None = None
-        self.wanted = 0
+        self.wanted: tuple[int, ...] = ()
         self._checkpoints = checkpoints
 
     def resume_point(self, token_ids: Sequence[int], count: int, cache_pos: int) -> int:
@@ -54,10 +57,18 @@ class SequenceState:
         self.drop()
         self.held = kept
 
-    def begin(self, wanted: int) -> None:
-        """Have a live state, a copy of the one held. Raises `OutOfBlocks`."""
+    def begin(self, token_ids: Sequence[int], cache_pos: int, block_size: int) -> None:
+        """Have a live state, a copy of the one held, for the ids from `cache_pos` on. Raises `OutOfBlocks`.
+
+        Checkpoints are wanted at the last block boundary before the last id, and at the one where the ids part from
+        earlier ones if that is some way off.
+        """
         if self.live is not None:
             return
+        end = (len(token_ids) - 1) // block_size
+        parting = min(self._checkpoints.parting(token_ids) // block_size, end)
+        far = parting * block_size - cache_pos >= WORTH_KEEPING * block_size
+        wanted = {parting * block_size, end * block_size} if far else {end * block_size}
         slots = self._checkpoints.slots
         try:
             live = self._checkpoints.allocate()
@@ -71,7 +82,7 @@ class SequenceState:
             slots.pending_copies.append((CLEARED if self.held is None else self.held.slot, live))
             self.drop()
             self.live = live
-        self.wanted = wanted
+        self.wanted = tuple(wanted)
 
     def save(self, token_ids: Sequence[int], session_id: str | None) -> None:
         """Keep a copy of the live state, which is that after `token_ids`, if a slot can be had."""

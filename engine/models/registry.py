@@ -86,7 +86,8 @@ def read_config(source: WeightSource) -> tuple[Architecture, ModelConfig]:
         found = [a for a in ARCHITECTURES if name in a.model_types]
     if not found:
         known = ", ".join(a.name for a in ARCHITECTURES if source.kind != "gguf" or a.gguf_names)
-        place = " in GGUF files" if source.kind == "gguf" else ""
+        elsewhere = source.kind == "gguf" and any(name in a.model_types for a in ARCHITECTURES)
+        place = " in GGUF files" if elsewhere else ""
         raise ModelFileError(f"The model's architecture {str(name)!r} is not supported{place}; {known} are.")
     if source.kind == "gguf":
         return found[0], config_from_gguf(source.metadata, source.shapes().get("embed.weight", (0,))[0])

@@ -124,6 +124,19 @@ def test_a_prompt_is_taken_over_only_where_a_state_was_kept(holds_kv):
     assert machine.turn(machine.new([], "d"), [*range(7), 99, 99]) == 0
 
 
+@pytest.mark.parametrize("holds_kv", [True, False], ids=["hybrid", "recurrent"])
+def test_a_system_prompt_that_chats_share_is_computed_twice_at_most(holds_kv):
+    """Where the second chat parts from the first a state is kept, and all others begin there. A few tokens aren't worth
+    a state."""
+    machine = Machine(holds_kv=holds_kv)
+    system = list(range(100, 122))
+    reused = [machine.turn(machine.new([], name), [*system, n, n, n]) for n, name in enumerate("abcd")]
+    assert reused == [0, 0, 20, 20]
+    assert machine.steps[4:7] == [[20], [4], [1]]
+    short = [machine.turn(machine.new([], f"short {n}"), [*range(200, 215), *[n] * 5]) for n in range(3)]
+    assert short == [0, 0, 0]
+
+
 def test_a_shared_block_is_copied_where_the_state_lies_inside_it():
     machine = Machine()
     parent = machine.new([], "parent")

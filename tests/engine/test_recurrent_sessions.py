@@ -17,7 +17,7 @@ from tests.support.tiny_tokenizer import chat_tokenizer
 
 SIZE = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPT = tuple(b"The quick brown fox jumps over the lazy dogs")
 OTHER = tuple(b"Paris is the capital of France, and Rome of ")
 REPLY = tuple(chat_tokenizer().encode(" in a field."))
@@ -190,7 +190,7 @@ def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, eng
     """In the middle of a reply, beside one of another session, which goes on."""
     history = first_reply(engine, "s")
     prompt = (*history, *b"next")
-    beside = engine.generate(GenerateRequest(OTHER, LONG, "beside"))
+    beside = engine.generate(GenerateRequest(OTHER, replace(LONG, max_tokens=60), "beside"))
     stream = engine.generate(GenerateRequest(prompt, LONG, "s"))
     events = []
     for event in stream:
@@ -206,8 +206,10 @@ def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, eng
     assert_fresh(engine, kind, OTHER, list(beside)[-1])
 
 
-def test_a_first_step_that_fails_leaves_the_state_it_started_from(kind, engine):
-    """`cache_pos` had not moved, but the state had."""
+@pytest.mark.parametrize("states", [None, 2], ids=["with room", "without room for a checkpoint"])
+def test_nothing_is_left_of_a_first_step_that_fails(kind, states):
+    """`cache_pos` had not moved, but the state had; without a checkpoint of it the session starts over."""
+    engine = tiny_engine(kind=kind, states=states)
     history = first_reply(engine, "s")
     prompt = (*history, *b"next")
     vector = engine._need_parts().model.weights.layers[-1].mixer_norm
@@ -218,9 +220,12 @@ def test_a_first_step_that_fails_leaves_the_state_it_started_from(kind, engine):
     with torch.inference_mode():
         vector.copy_(kept)
     assert isinstance(failed, Failed) and isinstance(failed.error, NonFiniteValues)
+    kept = len(history) - 1 if states is None else 0
+    assert engine.inspect("s")["cache_pos"] == kept
     after = reply(engine, prompt, "s")
-    assert after.stats.reused_tokens == len(history) - 1
+    assert after.stats.reused_tokens == kept
     assert_fresh(engine, kind, prompt, after)
+    engine.close()
 
 
 def test_a_reply_that_loses_its_end_goes_back_to_the_prompt(kind, engine):
