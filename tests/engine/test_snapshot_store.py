@@ -322,7 +322,7 @@ def test_killed_at_fifty_random_moments_of_a_write(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     turns = list(map(int, result.stdout.split()))
-    assert len(turns) == 50 and turns == sorted(turns) and turns[-1] > 50
+    assert len(turns) == 50 and turns == sorted(turns) and turns[-1] > 20
     store = SnapshotStore(tmp_path / "snapshots", GIB)
     listed = {"manifest.json", *store.manifest(A).segments}
     assert listed <= set(files(store))

@@ -19,7 +19,7 @@ from engine.kv_cache.snapshot import SnapshotStore
 from tests.support.snapshots import job, new_session
 from tests.support.snapshots_of_turns import keys_of_turn, reached
 
-MOST_FILES = 12
+MOST_FILES = 6
 """Files that a writer begins at most before it is killed; a turn has two."""
 
 
