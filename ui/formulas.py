@@ -118,7 +118,9 @@ def _block_rule(state: StateBlock, start_line: int, end_line: int, silent: bool)
         at = lines[-1].find(closer)
         if at < 0:
             continue
-        if lines[-1][at + 2 :].strip():
+        unfinished = state.env.get("growing") and state.eMarks[line_number] == len(state.src)
+        # What may still follow on the line would make it part of the paragraph above.
+        if lines[-1][at + 2 :].strip() or unfinished:
             return False
         lines[-1] = lines[-1][:at]
         return _push_block(state, silent, "\n".join(lines).strip(), start_line, line_number + 1)

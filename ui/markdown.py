@@ -29,7 +29,7 @@ def render_blocks(source: str, growing: bool = False) -> list[tuple[int, str]]:
     With `growing` a code block at the very end is not coloured: a lexer may change its mind about everything after
     an open string, and then each new token would send the whole block again.
     """
-    env: EnvType = {"open_code": None}
+    env: EnvType = {"open_code": None, "growing": growing}
     tokens = _MD.parse(source, env)
     if growing:
         last = next((token for token in reversed(tokens) if token.nesting >= 0), None)

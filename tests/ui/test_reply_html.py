@@ -67,6 +67,7 @@ def test_sealed_blocks_are_what_a_whole_rendering_gives(text, data):
 
 
 TRICKY = [
+    "text\n$$\nx\n$$word\n\nafter\n",
     "1. one\n\n2. two\n\n3. three\n",
     "- a\n\n- b\n\n  more\n\n- c\n",
     "Title\n===\n\nText\n---\n\n***\n",
