@@ -72,10 +72,14 @@ class SSMStatePool:
                 into.conv.copy_(self._slot(source).conv)
                 into.ssm.copy_(self._slot(source).ssm)
 
-    def take(self, slots: tuple[int, ...]) -> StateBatch:
-        """The states of a batch, side by side; a single one is not copied. They must be put back."""
+    def take(self, slots: tuple[int, ...], apart: bool = False) -> StateBatch:
+        """The states of a batch, side by side, to be put back once a step has moved them on.
+
+        Of a single one no copy is made unless `apart`: then a step that is given up leaves its slot as it was, which is
+        so for several in any case.
+        """
         found = [self._slot(slot) for slot in slots]
-        if len(found) == 1:
+        if len(found) == 1 and not apart:
             return found[0]
         if self._scratch is None or len(self._scratch.slots) != len(slots):
             self._scratch = self._empty(slots)
@@ -86,7 +90,7 @@ class SSMStatePool:
 
     def put_back(self, batch: StateBatch) -> None:
         """Let the slots hold what a step made of them."""
-        if len(batch.slots) == 1:
+        if batch is self._slots.get(batch.slots[0]):
             return
         for index, slot in enumerate(batch.slots):
             self._slot(slot).conv.copy_(batch.conv[:, index : index + 1])

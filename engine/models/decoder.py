@@ -173,8 +173,9 @@ class DecoderModel:
         if config.num_attention_layers:
             plan = ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype)
         cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
-        batch = states.take(meta.state_slots) if states is not None else None
-        return StepContext(plan, cos, sin, batch, meta.cu_seqlens_q, max(meta.query_lens) == 1)
+        one_each = max(meta.query_lens) == 1
+        batch = states.take(meta.state_slots, apart=not one_each) if states is not None else None
+        return StepContext(plan, cos, sin, batch, meta.cu_seqlens_q, one_each)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

@@ -53,6 +53,16 @@ def test_a_single_state_is_not_copied(pool):
     assert values(pool, 2) == {2.0, 9.0}
 
 
+@pytest.mark.parametrize("slots", [(2,), (3, 2)])
+def test_a_step_that_is_given_up_leaves_the_slots_as_they_were(pool, slots):
+    batch = pool.take(slots, apart=True)
+    batch.ssm.fill_(9)
+    batch.conv.fill_(9)
+    assert values(pool, 2) == {2.0} and values(pool, 3) == {3.0}
+    pool.put_back(batch)
+    assert values(pool, 2) == {9.0}
+
+
 def test_a_stored_state_comes_back_bit_for_bit(pool):
     generator = torch.Generator().manual_seed(0)
     state = pool.take((1,))
