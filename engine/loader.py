@@ -30,6 +30,7 @@ NOT_KEPT = (
     "Sessions of this model do not keep their cache over a restart, because its recurrent state is not stored: "
     "the first turn after one computes the whole conversation."
 )
+FP8_CAPABILITY = (8, 9)
 RAM_SHARE, CARD_SHARE = 0.25, 0.85
 
 
@@ -115,6 +116,7 @@ def assemble(
 ) -> EngineParts:
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model.weight_format, model.dtype)
+    check_card_has(kv_format, model.device)
     spec = KVCacheSpec(
         num_layers=model.config.num_attention_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -182,6 +184,12 @@ def pick_kv_format(name: str, weight_format: str, compute_dtype: torch.dtype) ->
     if weight_format == "float32":
         return "fp32"
     return "bf16" if compute_dtype is torch.bfloat16 else "fp16"
+
+
+def check_card_has(kv_format: str, device: torch.device) -> None:
+    """Triton turns numbers into e4m3 only where the card does. Raises `ConfigError`."""
+    if kv_format == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError("--kv-format fp8 needs a card of compute capability 8.9 or newer; int8 takes as many bytes.")
 
 
 def default_kv_budget(device: torch.device) -> int:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
 
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.loader import check_card_has
 from engine.memory_plan import kv_bytes_per_token
 from engine.protocol import GenerateRequest, ProbeQuery
 from engine.sampling.params import SamplingParams
@@ -53,3 +58,13 @@ def test_an_empty_cache_has_no_ratio():
     engine = tiny_engine(kv_format="int8")
     assert engine.inspect("nobody")["kv_ratio"] is None
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "capability", "fits"), [("fp8", (8, 6), False), ("fp8", (8, 9), True), ("int8", (7, 5), True)]
+)
+def test_fp8_needs_a_card_that_has_it(kv_format, capability, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_card_has(kv_format, torch.device("cpu"))
+    with nullcontext() if fits else pytest.raises(ConfigError, match="8.9"):
+        check_card_has(kv_format, torch.device("cuda"))
