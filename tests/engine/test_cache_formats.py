@@ -66,5 +66,5 @@ def test_an_empty_cache_has_no_ratio():
 def test_fp8_needs_a_card_that_has_it(kv_format, capability, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     check_card_has(kv_format, torch.device("cpu"))
-    with nullcontext() if fits else pytest.raises(ConfigError, match="8.9"):
+    with nullcontext() if fits else pytest.raises(ConfigError, match="capability"):
         check_card_has(kv_format, torch.device("cuda"))
