@@ -23,14 +23,10 @@ IN_ONE_PROCESS = ("e2e", "contract/test_command_line.py")
 """Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With `-n 2` (pytest-xdist) a file's tests stay together, and those that start apps are in one process."""
-    here = Path(__file__).parent
-    for item in items:
-        name = item.path.relative_to(here).as_posix()
-        group = "apps" if name.startswith(IN_ONE_PROCESS) else name
-        item.add_marker(pytest.mark.xdist_group(group))
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    item.add_marker(pytest.mark.xdist_group("apps" if name.startswith(IN_ONE_PROCESS) else name))
 
 
 @pytest.fixture(scope="session")
