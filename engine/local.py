@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest
 from engine.loader import EngineParts, load_parts
 from engine.protocol import GenerateRequest, ProbeQuery
+from engine.sampling.beam import check_settings
 from engine.step_loop import StepLoop
 from engine.tokenizer import ChatTokenizer
 from engine.turn import QueueStream
@@ -204,6 +205,7 @@ class LocalEngine:
             raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= parts.vocab_size:
             raise InvalidRequest(f"Token ids must lie between 0 and {parts.vocab_size - 1}.")
+        check_settings(request.beams, request.params)
 
     def _claim(self, session_id: str | None) -> None:
         if session_id is None:

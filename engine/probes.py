@@ -31,6 +31,7 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
         "blocks": _blocks(loop, parts, sequence),
+        "beams": loop.beams(session_id),
         "bytes_per_token": spec.bytes_per_token,
         "bytes_used": sequence.cache_pos * spec.bytes_per_token,
         "bytes_reserved": len(sequence.block_table) * spec.block_size * spec.bytes_per_token,

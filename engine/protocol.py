@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import KVScopeError
+from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 
 
@@ -55,7 +56,8 @@ class GenerateRequest:
     `cause` says what the caller did to the history ("edit", "regenerate", ...), for the `Miss` if one occurs;
     `stored_cache_pos` how many tokens the session's last turn had cached, so that a cache lost by a restart is told.
     `forced_ids` are used in place of sampled ids, one per step; they take the same way through cache, stop check and
-    detokenizer. After the last one the reply ends.
+    detokenizer. After the last one the reply ends. With more than one beam nothing is drawn: `params` says when the
+    reply ends, and its text comes as a whole.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,6 +66,7 @@ class GenerateRequest:
     cause: str | None = None
     stored_cache_pos: int = 0
     forced_ids: tuple[int, ...] | None = None
+    beams: BeamParams = field(default_factory=BeamParams)
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.beam_turn import BeamTurn, scoring_params
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.integrity import check_integrity
@@ -38,7 +39,8 @@ class StepLoop:
         self._parts = parts
         self._sampler = Sampler()
         self._turns: dict[Sequence, ActiveTurn] = {}
-        self._on_done: dict[Sequence, Callable[[], None]] = {}
+        self._on_done: dict[str, Callable[[], None]] = {}
+        self._last_beams: dict[str, list[dict[str, Any]]] = {}
         self._stopped: EngineStopped | None = None
         self._unchecked = False
 
@@ -59,20 +61,20 @@ class StepLoop:
             stream.fail(error)
             return
         self._turns[sequence] = turn
-        self._on_done[sequence] = on_done
+        self._on_done[request.request_id] = on_done
         self.scheduler.add(sequence)
         if self._stopped:
             self._end(turn, turn.fail(self._stopped))
 
     def cancel(self, request_id: str) -> None:
-        for turn in list(self._turns.values()):
+        for turn in self._active():
             if turn.request.request_id == request_id:
                 self._end(turn, turn.finish("cancelled"))
 
     def end_all(self, error: EngineStopped | None) -> None:
         """The engine stops: running turns end as cancelled, or with `error`; later ones fail at once."""
         self._stopped = error or EngineStopped("The engine has stopped; restart KVScope.")
-        for turn in list(self._turns.values()):
+        for turn in self._active():
             self._end(turn, turn.fail(error) if error else turn.finish("cancelled"))
 
     def cached_prefix(self, session_id: str | None, prompt_ids: SequenceOf[int]) -> int:
@@ -91,6 +93,13 @@ class StepLoop:
             self.scheduler.idle.pop(session_id, None)
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
+        self._last_beams.pop(session_id, None)
+
+    def beams(self, session_id: str) -> list[dict[str, Any]]:
+        """The beams of a session's running turn, or of its last one; none if that was no beam search."""
+        sequence = self.scheduler.find(session_id)
+        turn = self._turns.get(sequence) if sequence is not None else None
+        return turn.report() if isinstance(turn, BeamTurn) else self._last_beams.get(session_id, [])
 
     def fork(self, session_id: str, new_session_id: str, token_ids: SequenceOf[int]) -> None:
         """Let a new session share what of the session's cache stands for `token_ids`."""
@@ -116,7 +125,9 @@ class StepLoop:
         }
 
     def check_integrity(self) -> None:
-        check_integrity(self.prefix_cache, self.scheduler.sequences())
+        scheduled = dict.fromkeys(self.scheduler.sequences())
+        ended = [seq for turn in self._active() for seq in turn.sequences() if seq not in scheduled]
+        check_integrity(self.prefix_cache, [*scheduled, *ended])
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +161,10 @@ class StepLoop:
         rows: list[int] = []
         row = 0
         for item, finite in zip(batch.items, result.finite, strict=True):
-            turn = self._turns[item.sequence]
-            if not finite or (item.wants_logits and not bool(torch.isfinite(result.logits[row]).all())):
+            turn = self._turns.get(item.sequence)
+            if turn is None:  # another beam of this turn has just ended it
+                pass
+            elif not finite or (item.wants_logits and not bool(torch.isfinite(result.logits[row]).all())):
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
             else:
                 item.sequence.advance(item.count)
@@ -161,20 +174,47 @@ class StepLoop:
                 else:
                     turn.report_prefill()
             row += item.wants_logits
+        # A beam that ended its turn takes those along that came before it.
+        rows = [row for item, row in zip(wanted, rows, strict=True) if item.sequence in self._turns]
+        wanted = [item for item in wanted if item.sequence in self._turns]
         if wanted:
             logits = result.logits if len(rows) == row else result.logits[rows]
-            self._sample([self._turns[item.sequence] for item in wanted], logits)
+            self._sample([item.sequence for item in wanted], logits)
 
-    def _sample(self, turns: list[ActiveTurn], logits: torch.Tensor) -> None:
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        turns = [self._turns[sequence] for sequence in sequences]
         forced = [turn.forced_id() for turn in turns]
         sampled = self._sampler.sample(logits, [turn.sampling for turn in turns], forced)
-        for turn, token_id, logprob in zip(turns, sampled.token_ids, sampled.logprobs, strict=True):
-            gap = turn.meter.token()
-            if gap is not None:
-                self.metrics.per_token.add(gap)
-            reason = turn.accept(token_id, self._with_text(logprob))
-            if reason is not None:
-                self._end(turn, turn.finish(reason))
+        for sequence, turn, token_id, logprob in zip(
+            sequences, turns, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            if isinstance(turn, BeamTurn):
+                assert logprob is not None
+                turn.take_top(sequence, logprob.top)
+            else:
+                self._count_token(turn)
+                self._end_if(turn, turn.accept(token_id, self._with_text(logprob)))
+        for turn in dict.fromkeys(turns):
+            if isinstance(turn, BeamTurn) and turn.all_run:
+                self._count_token(turn)
+                self._end_if(turn, self._select_beams(turn))
+
+    def _count_token(self, turn: ActiveTurn) -> None:
+        gap = turn.meter.token()
+        if gap is not None:
+            self.metrics.per_token.add(gap)
+
+    def _end_if(self, turn: ActiveTurn, reason: str | None) -> None:
+        if reason is not None:
+            self._end(turn, turn.finish(reason))
+
+    def _select_beams(self, turn: BeamTurn) -> str | None:
+        """Every beam has been run: who goes on; the finish reason if the search is over."""
+        for sequence in turn.beams:
+            del self._turns[sequence]
+        over = turn.select(self.scheduler)
+        self._turns.update(dict.fromkeys(turn.beams, turn))
+        return turn.write_best() if over else None
 
     def _with_text(self, logprob: SampledLogprob | None) -> TokenLogprob | None:
         if logprob is None:
@@ -191,22 +231,36 @@ class StepLoop:
 
     def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
+        if request.beams.searches:
+            params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
-        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
-        detokenizer = Detokenizer(tokenizer, params.stop)
+        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, request.params.max_tokens)
+        detokenizer = Detokenizer(tokenizer, request.params.stop)
         shared = len(self.prefix_cache.match(request.prompt_ids)) * self.prefix_cache.block_size
         meter.miss = find_miss(sequence, request, tokenizer, shared)
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
+        self._last_beams.pop(request.session_id or "", None)
+        if request.beams.searches:
+            return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)
         return ActiveTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer.eos_ids)
 
+    def _active(self) -> list[ActiveTurn]:
+        """Each turn once, however many sequences it has."""
+        return list(dict.fromkeys(self._turns.values()))
+
     def _end(self, turn: ActiveTurn, event: Finished | Failed) -> None:
+        for sequence in turn.sequences():
+            self._turns.pop(sequence, None)
+        if isinstance(turn, BeamTurn):
+            turn.drop_others(self.scheduler)
+            if turn.request.session_id is not None:
+                self._last_beams[turn.request.session_id] = turn.last_report
         self.scheduler.finish(turn.sequence)
-        del self._turns[turn.sequence]
-        self._on_done.pop(turn.sequence)()
+        self._on_done.pop(turn.request.request_id)()
         if event.stats is not None:
             self.metrics.turn_ended(event.stats)
         turn.stream.put(event)

@@ -94,6 +94,13 @@ class PrefixCache:
             if node.session_id == session_id and self._evictable(node):
                 self._remove(node)
 
+    def prune(self, path: Sequence[Node], turn_id: str | None) -> None:
+        """Remove the tail of a path as far as it is unused and was computed by this turn."""
+        for node in reversed(path):
+            if node.turn_id != turn_id or not self._evictable(node):
+                return
+            self._remove(node)
+
     def evictable_count(self) -> int:
         """Blocks that `evict` could free in all: unused ones with nothing but unused ones below them."""
         held: set[int] = set()
