@@ -41,9 +41,11 @@ def make_loop(blocks: int, max_sequences: int = 16) -> StepLoop:
     return StepLoop(EngineParts(**{**{name: getattr(parts, name) for name in parts.__slots__}, "limits": limits}))
 
 
-def begin(loop: StepLoop, prompt: tuple[int, ...], num_beams: int, session: str | None = None, **params) -> QueueStream:
+def begin(
+    loop: StepLoop, prompt: tuple[int, ...], num_beams: int, session: str | None = None, penalty: float = 1.0, **params
+) -> QueueStream:
     settings = SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **params})
-    request = GenerateRequest(prompt, settings, session, beams=BeamParams(num_beams))
+    request = GenerateRequest(prompt, settings, session, beams=BeamParams(num_beams, penalty))
     stream = QueueStream(request.request_id, lambda: loop.cancel(request.request_id))
     loop.start(request, stream, lambda: None)
     return stream
@@ -106,6 +108,21 @@ def test_memory_is_the_prompt_once_and_each_suffix(num_beams, eos, monkeypatch):
     assert winner is not None and tuple(winner.token_ids) == history[: winner.cache_pos + 1]
     assert pool.used_count == len(winner.block_table)
     assert loop.beams(session)
+
+
+def test_a_reply_that_better_ones_displace_gives_its_blocks_back(monkeypatch):
+    loop = make_loop(200)
+    monkeypatch.setattr(loop._parts.tokenizer, "eos_ids", frozenset(range(0, 271, 20)))
+    stream = begin(loop, PROMPT, 2, str(uuid.uuid4()), penalty=4.0, ignore_eos=False, max_tokens=40)
+    ended: set[tuple[int, ...]] = set()
+
+    def look() -> None:
+        turn = beam_turn(loop)
+        ended.update(turn._ended if turn is not None else ())
+
+    run_out(loop, look)
+    assert len(ended) > 2
+    assert isinstance(list(stream)[-1], Finished)
 
 
 @pytest.mark.parametrize("seed", range(12))
