@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,16 @@ class ModelRunner:
 
     def execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool] = lambda: False) -> StepResult:
         """Raises `StepAbandoned` if `abandoned()` came true before the step was over."""
-        # OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
-        # another program wants the processor: only large steps are worth more than one. It stays at one for sampling.
-        torch.set_num_threads(self._threads if batch.token_count > SMALL_STEP else 1)
-        try:
+        with self.threads_for(batch.token_count):
             return self._execute(batch, abandoned)
+
+    @contextmanager
+    def threads_for(self, token_count: int) -> Iterator[None]:
+        """OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
+        another program wants the processor: only large steps are worth more than one. It stays at one for sampling."""
+        torch.set_num_threads(self._threads if token_count > SMALL_STEP else 1)
+        try:
+            yield
         finally:
             torch.set_num_threads(1)
 

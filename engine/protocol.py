@@ -177,6 +177,13 @@ class ChatEngine(Protocol):
         """Cached values at some positions, as the kernel reads them: `{position, token_id, token, values, norm}`."""
         ...
 
+    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
+        """What a KV format costs these ids, as in `POST /api/sessions/{id}/compare`; replies go on meanwhile.
+
+        Raises `InvalidRequest`, also if the memory for it can't be had, and `ContextOverflow`.
+        """
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -205,6 +212,15 @@ class ProbeQuery:
     start: int = 0
     count: int = 10
     dims: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionQuery:
+    """`token_ids` are run in float32 and in `kv_format` (None: the cache's own); the last `count` are compared."""
+
+    token_ids: tuple[int, ...]
+    count: int = 64
+    kv_format: str | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -10,6 +10,7 @@ import torch
 
 from engine.beam_turn import BeamTurn, scoring_params
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
+from engine.jobs import Jobs
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
@@ -36,6 +37,7 @@ class StepLoop:
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
         self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
         self.metrics = EngineMetrics()
+        self.jobs = Jobs()
         self._parts = parts
         self._sampler = Sampler()
         self._turns: dict[Sequence, ActiveTurn] = {}
@@ -46,7 +48,7 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self.jobs)
 
     # -- commands from the mailbox ----------------------------------------------------------------------------------
 
@@ -74,6 +76,7 @@ class StepLoop:
     def end_all(self, error: EngineStopped | None) -> None:
         """The engine stops: running turns end as cancelled, or with `error`; later ones fail at once."""
         self._stopped = error or EngineStopped("The engine has stopped; restart KVScope.")
+        self.jobs.close(self._stopped)
         for turn in self._active():
             self._end(turn, turn.fail(error) if error else turn.finish("cancelled"))
 
@@ -132,7 +135,13 @@ class StepLoop:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one batch, or, when nothing is left to run, recount who owns what."""
+        """Run one batch, or, when nothing is left to run, recount who owns what; then a slice of a longer job."""
+        self._run_batch()
+        if self.jobs:
+            with self.runner.threads_for(self.scheduler.limits.mixed_batch_tokens):
+                self.jobs.advance()
+
+    def _run_batch(self) -> None:
         batch = self.scheduler.schedule()
         if batch is None:
             self._idle()

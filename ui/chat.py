@@ -16,7 +16,7 @@ from typing import Any
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
 from engine.local import LocalEngine
 from engine.prompt import effective_max_tokens
-from engine.protocol import ChatMessage, GenerateRequest
+from engine.protocol import ChatMessage, GenerateRequest, PrecisionQuery
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import fresh_seed
@@ -208,6 +208,12 @@ class ChatService:
         ids = plan.fitted.prompt.token_ids
         reused = self.engine.cached_prefix(session_id, ids)
         return PromptPreview(len(ids), reused, self._planner.context_limit, plan.dropped)
+
+    def compare_precision(self, session_id: str, count: int, kv_format: str | None) -> dict[str, Any]:
+        """What a KV format (None: the cache's own) costs the current branch, compared with float32."""
+        session = self._session(session_id)
+        history = self._planner.history(session, self.store.branch(session_id).messages)
+        return self.engine.compare_precision(PrecisionQuery(history, count, kv_format))
 
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""

@@ -15,6 +15,7 @@ from engine.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PrecisionQuery,
     PrefillProgress,
     ProbeQuery,
     TokenDelta,
@@ -95,6 +96,12 @@ class FakeEngine:
             {"position": query.start + i, "token_id": t, "token": self.tokenizer.token_text(t), "values": values}
             for i, t in enumerate(ids)
         ]
+
+    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
+        self._check()
+        if not query.token_ids:
+            raise InvalidRequest("There is nothing in this session to compare yet.")
+        return {"kv_format": query.kv_format or "fp16", "tokens": query.count, "of": len(query.token_ids)}
 
     def memory(self) -> dict[str, Any]:
         self._check()
