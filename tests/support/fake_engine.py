@@ -114,7 +114,15 @@ class FakeEngine:
     def capabilities(self) -> dict[str, Any]:
         self._check()
         size = self.tokenizer.vocab_size
-        return {"model": self.name, "device": "cpu", "max_seq_len": self.context, "vocab_size": size, "warnings": []}
+        return {
+            "model": self.name,
+            "device": "cpu",
+            "max_seq_len": self.context,
+            "block_size": BLOCK,
+            "bytes_per_token": 1024,
+            "vocab_size": size,
+            "warnings": [],
+        }
 
     def close(self) -> None:
         self.state = "stopped"
