@@ -20,7 +20,7 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
 
 
 def distribution(ordered: Sequence[int]) -> list[tuple[int, float]]:
-    """(length, share of turns that are not longer) for ascending lengths, one point a percentile at most, the last 1.0."""
+    """(length, share of turns that are not longer) for ascending lengths, at most a hundred points, the last 1.0."""
     lengths = sorted({percentile(ordered, percent) for percent in range(1, 101)})
     return [(length, bisect_right(ordered, length) / len(ordered)) for length in lengths]
 
