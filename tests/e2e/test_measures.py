@@ -32,7 +32,7 @@ def test_the_curve_of_lengths_and_the_comparison_are_drawn(
 ) -> None:
     with_turns(app, [*range(40, 400, 12)])
     visitor = visit(app.url, color_scheme=scheme)
-    visitor.expect_errors("/compare")
+    visitor.expect_errors("400 (Bad Request)")
     tab = visitor.open(app.session(max_tokens=12))
     expect(tab.panel.locator(".cdf svg")).to_be_visible()
     found = app.request("GET", "/api/advice")

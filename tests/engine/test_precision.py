@@ -198,6 +198,35 @@ def test_what_makes_no_sense_is_refused(engine, query):
         engine.compare_precision(query)
 
 
+def test_closing_the_engine_ends_a_comparison():
+    engine = tiny_engine()
+    caught: list[BaseException] = []
+    begun = threading.Event()
+    forward = engine._parts.model.forward
+
+    def noted(*arguments):
+        begun.set()
+        return forward(*arguments)
+
+    def ask() -> None:
+        try:
+            for _ in range(1000):
+                engine.compare_precision(PrecisionQuery(IDS))
+        except EngineStopped as error:
+            caught.append(error)
+
+    engine._parts.model.forward = noted
+    try:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert begun.wait(30)
+        engine.close()
+        asking.join(30)
+    finally:
+        engine._parts.model.forward = forward
+    assert len(caught) == 1 and not asking.is_alive()
+
+
 # -- the queue of jobs ----------------------------------------------------------------------------------------------
 
 

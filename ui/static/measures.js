@@ -77,7 +77,7 @@ export class Measures {
 
   drawLoss(found) {
     fillFacts(this.loss, [
-      ["compared", `last ${number(found.tokens)} tokens, ${found.kv_format} with ${found.reference}`],
+      ["compared", `${number(found.tokens)} tokens, ${found.kv_format} with ${found.reference}`],
       ["KL divergence, mean · largest", `${small(found.mean_kl)} · ${small(found.max_kl)}`],
       ["same likeliest token", `${(100 * found.top1_agreement).toFixed(1)} %`],
     ]);
@@ -104,11 +104,10 @@ function drawCurve({ cdf, p50, p95, p99, recommended }) {
   const x = (length) => (WIDTH * length / most).toFixed(1);
   const y = (share) => (TOP + (HEIGHT - TOP) * (1 - share)).toFixed(1);
   const line = `M0 ${y(0)}${cdf.map(([length, share]) => `H${x(length)}V${y(share)}`).join("")}H${WIDTH}`;
-  const mark = (length, label) => [
-    svg("path", { class: label === "limit" ? "limit" : "mark", d: `M${x(length)} ${TOP}V${HEIGHT}` }, titled(`${label}: ${number(length)} tokens`))];
+  const mark = (length, label, kind = "mark") => svg("path", { class: kind, d: `M${x(length)} ${TOP}V${HEIGHT}` }, titled(`${label}: ${number(length)} tokens`));
   return svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + FOOT}`, role: "img", "aria-label": `Lengths of turns: half have up to ${number(p50)} tokens, 99 % up to ${number(p99)}` },
     svg("path", { class: "area", d: `${line}V${HEIGHT}H0Z` }), svg("path", { class: "line", d: line }),
-    ...mark(p50, "P50"), ...mark(p95, "P95"), ...mark(p99, "P99"), ...mark(recommended, "limit"),
+    mark(p50, "P50"), mark(p95, "P95"), mark(p99, "P99"), mark(recommended, "recommended", "limit"),
     svg("path", { class: "axis", d: `M0 ${HEIGHT}H${WIDTH}` }),
     svg("text", { x: 0, y: HEIGHT + FOOT - 2 }, "0"), svg("text", { x: WIDTH, y: HEIGHT + FOOT - 2, "text-anchor": "end" }, `${number(most)} tokens`));
 }
