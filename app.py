@@ -84,6 +84,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--window", metavar="N", help="size of a sliding window (default: none; not available in this version)")
     add("--sinks", metavar="N", help="first tokens that a window keeps (default: none; not available in this version)")
     add(
+        "--snapshot-limit",
+        type=_size_or_none,
+        metavar="SIZE",
+        help="most disk space for what keeps the chats' caches over a restart, 0 to keep none "
+        "(default: 25%% of what is free, at most 8GiB)",
+    )
+    add(
+        "--ram-limit",
+        type=_size_or_none,
+        metavar="SIZE",
+        help="most RAM for caches of idle chats that a card has no room for, 0 for none (default: 25%% of RAM)",
+    )
+    add(
         "--data-dir",
         type=Path,
         metavar="DIR",
@@ -120,6 +133,11 @@ def _size(text: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
+def _size_or_none(text: str) -> int:
+    """As `_size`; "0" is allowed."""
+    return 0 if text.strip() == "0" else _size(text)
+
+
 def default_data_dir() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "KVScope"
@@ -153,6 +171,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         kv_budget=options.kv_budget,
         block_size=options.block_size,
         chat_template=options.chat_template,
+        snapshot_limit=options.snapshot_limit,
+        ram_limit=options.ram_limit,
     )
 
 
@@ -207,6 +227,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     from ui.security import Security
 
     chat = ChatService(store, engine)
+    chat.forget_orphans()
     app = mount(build_api(chat, lambda: local_models(config.data_dir)), chat)
     guarded = Security(app, names=own_names(options.host), api_key=options.api_key)
     server = uvicorn.Server(

@@ -23,6 +23,7 @@ class AttentionMetadata:
     cu_seqlens_q  int32 [S + 1]       prefix sums of the sequences' token counts
     logit_rows    int64 [N]           rows of the flat batch whose logits are wanted
     query_lens, context_lens_host     the same counts on the host, for paths that loop over sequences
+    state_slots                       the slot of each sequence's recurrent state, where the model has such
     """
 
     positions: Tensor
@@ -33,6 +34,7 @@ class AttentionMetadata:
     logit_rows: Tensor
     query_lens: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+    state_slots: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """The same with its tensors on `device`."""
@@ -60,7 +62,8 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
         table = sequence.block_table
         token_ids += sequence.token_ids[start:end]
         positions += range(start, end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        # Without K and V there is no table, and the slots mean nothing.
+        slots += [table[p // block_size] * block_size + p % block_size if table else 0 for p in range(start, end)]
         cu_seqlens.append(len(token_ids))
         if item.wants_logits:
             logit_rows.append(len(token_ids) - 1)
@@ -80,5 +83,6 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
         logit_rows=tensor(logit_rows),
         query_lens=tuple(item.count for item in batch.items),
         context_lens_host=context_lens,
+        state_slots=tuple(state.live for item in batch.items if (state := item.sequence.state) and state.live),
     )
     return tensor(token_ids), meta

@@ -16,6 +16,9 @@ class EngineConfig:
 
     `model` is a hub name, a folder or a `.gguf` file; None is the default model. `max_seq_len` None takes the model's
     own context length, cut down to what `kv_budget` (bytes of KV cache; None: a share of free memory) can hold.
+    `snapshot_limit` is how many bytes of disk the sessions' kept caches may take (None: a share of what is free, 0:
+    none are kept); `ram_limit` how many bytes of RAM the caches of idle sessions may take that the pool has no room for
+    (None: a share of what is free with a card, none without one, where the pool is in RAM itself).
     `chat_template` names a bundled template; None is the model's own, or a fallback where it has none.
     """
 
@@ -28,3 +31,5 @@ class EngineConfig:
     kv_budget: int | None = None
     block_size: int = 16
     chat_template: str | None = None
+    snapshot_limit: int | None = None
+    ram_limit: int | None = None

@@ -7,7 +7,10 @@ null block, and the pool may grow because kernels find its extents through a tab
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +22,25 @@ from engine.models.registry import DecoderModel
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and workspaces allocated outside the graph."""
+
+
+def padded_rows(count: int) -> int:
+    """The size of the bucket that takes `count` rows, or, where none does, `count`."""
+    return next((size for size in BUCKETS if size >= count), count)
+
+
+class GraphTail(Protocol):
+    """What follows the model in the same graph, e.g. the sampler."""
+
+    @property
+    def variant(self) -> Hashable:
+        """Names the launches that `launch` is about to make: each variant gets graphs of its own."""
+
+    def launch(self, hidden: Tensor, logits: Tensor, meta: AttentionMetadata) -> Tensor:
+        """Its result lies at an address that stays."""
+
+    def idle(self) -> AbstractContextManager[None]:
+        """Inside, launches leave nothing behind: those before a capture are not steps."""
 
 
 class StaticBatch:
@@ -52,12 +74,14 @@ class StaticBatch:
         own.block_tables[:count, :width].copy_(meta.block_tables)
 
 
+Outputs = tuple[Tensor, Tensor, Tensor | None]
+
+
 @dataclass(slots=True)
 class _Captured:
     batch: StaticBatch
-    hidden: Tensor
-    logits: Tensor
     graph: torch.cuda.CUDAGraph | None
+    outputs: Outputs | None = None
 
 
 class DecodeGraphs:
@@ -66,46 +90,59 @@ class DecodeGraphs:
     def __init__(self, model: DecoderModel, cache: KVCache, max_seq_len: int) -> None:
         self._model, self._cache = model, cache
         self._max_blocks = -(-max_seq_len // cache.spec.block_size)
-        self._captured: dict[int, _Captured] = {}
+        self._batches: dict[int, StaticBatch] = {}
+        self._captured: dict[Hashable, _Captured] = {}
 
     def fits(self, meta: AttentionMetadata) -> bool:
         """Whether a step is one token each, of not too many sequences."""
         return max(meta.query_lens) == 1 and len(meta.query_lens) <= BUCKETS[-1]
 
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, hidden] and logits float32 [T, vocab], valid until the next call."""
+    def run(self, token_ids: Tensor, meta: AttentionMetadata, tail: GraphTail | None = None) -> Outputs:
+        """Hidden states [T, hidden], logits float32 [T, vocab] and the tail's result, valid until the next call."""
         count = len(token_ids)
-        rows = next(size for size in BUCKETS if size >= count)
-        kept = self._captured.get(rows)
+        batch = self._filled(token_ids, meta)
+        key = (batch.rows, tail.variant if tail is not None else None)
+        kept = self._captured.get(key)
         if kept is None:
-            batch = StaticBatch(rows, self._max_blocks, self._model.device)
-            batch.fill(token_ids, meta)
-            kept = self._captured[rows] = self._capture(batch)
-        else:
-            kept.batch.fill(token_ids, meta)
+            kept = self._captured[key] = self._capture(batch, tail)
         if kept.graph is not None:
             kept.graph.replay()
         else:
-            kept.hidden, kept.logits = self._step(kept.batch)
-        return kept.hidden[:count], kept.logits[:count]
+            kept.outputs = self._step(batch, tail)
+        assert kept.outputs is not None
+        hidden, logits, drawn = kept.outputs
+        return hidden[:count], logits[:count], drawn[:count] if drawn is not None else None
 
-    def _step(self, batch: StaticBatch) -> tuple[Tensor, Tensor]:
+    def _filled(self, token_ids: Tensor, meta: AttentionMetadata) -> StaticBatch:
+        rows = padded_rows(len(token_ids))
+        if rows not in self._batches:
+            self._batches[rows] = StaticBatch(rows, self._max_blocks, self._model.device)
+        self._batches[rows].fill(token_ids, meta)
+        return self._batches[rows]
+
+    def _step(self, batch: StaticBatch, tail: GraphTail | None) -> Outputs:
         hidden = self._model.hidden_states(batch.token_ids, self._cache, batch.meta)
-        return hidden, self._model.head(hidden)
+        logits = self._model.head(hidden)
+        return hidden, logits, tail.launch(hidden, logits, batch.meta) if tail is not None else None
 
-    def _capture(self, batch: StaticBatch) -> _Captured:
+    def _capture(self, batch: StaticBatch, tail: GraphTail | None) -> _Captured:
         """Storing K and V again, as each run does, changes nothing: the batch is that of the step to come."""
-        if self._model.device.type != "cuda":
-            return _Captured(batch, *self._step(batch), None)
-        side = torch.cuda.Stream(self._model.device)
-        side.wait_stream(torch.cuda.current_stream(self._model.device))
+        device = self._model.device
+        if device.type != "cuda":
+            return _Captured(batch, None)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._step(batch)
-        torch.cuda.current_stream(self._model.device).wait_stream(side)
+            self._warm_up(batch, tail)
+        torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may look at the card's memory meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            hidden, logits = self._step(batch)
-        return _Captured(batch, hidden, logits, graph)
+            outputs = self._step(batch, tail)
+        return _Captured(batch, graph, outputs)
+
+    def _warm_up(self, batch: StaticBatch, tail: GraphTail | None) -> None:
+        with tail.idle() if tail is not None else nullcontext():
+            for _ in range(WARM_UPS):
+                self._step(batch, tail)

@@ -56,6 +56,13 @@ class ConfigError(KVScopeError):
     code = "config_error"
 
 
+class StorageFailed(KVScopeError):
+    """The disk did not take what was to be kept (507)."""
+
+    status = 507
+    code = "storage_failed"
+
+
 class NonFiniteValues(KVScopeError):
     """K, V or logits held NaN or infinity; the turn ended and the cache was rolled back to the turn's start."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -12,22 +13,29 @@ from engine.loader import EngineParts
 from engine.step_loop import StepLoop
 
 
-def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
-    """Bytes by kind. On the CPU "device" is the machine's RAM and the allocator's part is what the process holds
-    beyond weights, KV and workspace (interpreter, libraries, buffers)."""
-    spec = parts.cache.spec
-    block_bytes = spec.bytes_per_token * spec.block_size
+def memory_report(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]) -> dict[str, Any]:
+    """Bytes by kind; `on_disk` are those of each session's snapshot. On the CPU "device" is the machine's RAM and the
+    allocator's part is what the process holds beyond weights, KV and workspace (interpreter, libraries, buffers)."""
+    spec, states = parts.cache.spec, parts.states
+    block_bytes = spec.block_bytes
+    state_bytes = states.spec.nbytes if states is not None else 0
+    slots = loop.prefix_cache.checkpoints.slots if loop.prefix_cache.checkpoints is not None else None
+    state_reserved = states.reserved_bytes if states is not None else 0
     weights = parts.model.weight_bytes
     kv_reserved = parts.cache.reserved_bytes
-    workspace = parts.cache.workspace_bytes
+    workspace = parts.cache.workspace_bytes + (states.workspace_bytes if states is not None else 0)
     device = _card_figures(parts.model.device) if parts.model.device.type == "cuda" else _ram_figures()
-    own = weights + kv_reserved + workspace
+    own = weights + kv_reserved + state_reserved + workspace
     return {
         "weights": weights,
         "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
         "kv_reserved": kv_reserved,
-        "kv_ram": 0,
-        "kv_disk": 0,
+        "kv_empty": loop.empty_bytes(),
+        "fragmentation": round(loop.empty_bytes() / kv_reserved, 4) if kv_reserved else 0.0,
+        "kv_ram": loop.keeper.ram.nbytes,
+        "kv_disk": sum(on_disk.values()),
+        "state_used": slots.used_count * state_bytes if slots is not None else 0,
+        "state_reserved": state_reserved,
         "workspace": workspace,
         "allocator_slack": max(device["process"] - own, 0),
         "other_processes": max(device["total"] - device["free"] - device["process"], 0),
@@ -39,15 +47,26 @@ def memory_report(loop: StepLoop, parts: EngineParts) -> dict[str, Any]:
         "blocks_used": loop.prefix_cache.pool.used_count,
         "blocks_free": loop.prefix_cache.pool.free_count,
         "block_bytes": block_bytes,
-        "sessions": {
-            seq.session_id: {
-                "kv_used": seq.cache_pos * spec.bytes_per_token,
-                "kv_reserved": len(seq.block_table) * block_bytes,
-            }
-            for seq in loop.scheduler.sequences()
-            if seq.session_id is not None
-        },
+        "sessions": _by_session(loop, parts, on_disk),
     }
+
+
+def _by_session(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    spec = parts.cache.spec
+    state_bytes = parts.states.spec.nbytes if parts.states is not None else 0
+    sequences = {seq.session_id: seq for seq in loop.scheduler.sequences() if seq.session_id is not None}
+    in_ram = loop.keeper.ram.sizes()
+    report = {}
+    for session_id in {**sequences, **in_ram, **on_disk}:
+        sequence = sequences.get(session_id)
+        report[session_id] = {
+            "kv_used": sequence.cache_pos * spec.bytes_per_token if sequence else 0,
+            "kv_reserved": len(sequence.block_table) * spec.block_bytes if sequence else 0,
+            "kv_ram": in_ram.get(session_id, 0),
+            "kv_disk": on_disk.get(session_id, 0),
+            "state": state_bytes if sequence and sequence.state is not None and sequence.cache_pos else 0,
+        }
+    return report
 
 
 def _ram_figures() -> dict[str, int]:

@@ -14,21 +14,32 @@ from engine.errors import ConfigError
 from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.calibration import CALIBRATION_TEXT, CALIBRATION_TOKENS, KL_LIMITS, calibrate
 from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.ssm_state import SSMStatePool
+from engine.memory_plan import human_bytes, split_budget
 from engine.models.registry import DecoderModel, load_model
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
+from engine.weights.identity import weights_identity
 from kernels.dispatch import triton_runs_on
 from kernels.kv_format import KV_FORMATS
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
+NOT_KEPT = (
+    "Sessions of this model do not keep their cache over a restart, because its recurrent state is not stored: "
+    "the first turn after one computes the whole conversation."
+)
 RAM_SHARE, CARD_SHARE = 0.25, 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block."""
+    """A loaded model with its tokenizer and an empty cache; `max_blocks` counts the null block, `state_slots` the null
+    slot of `states`, which models with recurrent layers have.
+
+    `weights_id` tells the weights from others (`weights_identity`).
+    """
 
     model: DecoderModel
     cache: KVCache
@@ -39,6 +50,9 @@ class EngineParts:
     max_blocks: int
     limits: SchedulerLimits
     warnings: tuple[str, ...] = field(default=())
+    states: SSMStatePool | None = None
+    state_slots: int = 0
+    weights_id: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +79,8 @@ class EngineParts:
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "bytes_per_token": spec.bytes_per_token,
+            "state_layers": self.states.spec.num_layers if self.states is not None else 0,
+            "state_bytes": self.states.spec.nbytes if self.states is not None else 0,
             "vocab_size": self.vocab_size,
             "chat_template": self.tokenizer.template_name,
             "chat_templates": list(self.tokenizer.template_names()),
@@ -80,7 +96,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
-    return assemble(config, model, tokenizer, source.name)
+    return assemble(config, model, tokenizer, source.name, weights_identity(source.path))
 
 
 def check_kernels(model: DecoderModel, kept: Path) -> None:
@@ -95,18 +111,24 @@ def check_kernels(model: DecoderModel, kept: Path) -> None:
         )
 
 
-def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str) -> EngineParts:
+def assemble(
+    config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer, name: str, weights_id: str = ""
+) -> EngineParts:
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model.weight_format, model.dtype)
     spec = KVCacheSpec(
-        num_layers=model.config.num_layers,
+        num_layers=model.config.num_attention_layers,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_size=config.block_size,
         format=KV_FORMATS[kv_format],
     )
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
-    max_blocks = budget // (spec.bytes_per_token * spec.block_size)
+    limits = CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS
+    state = model.state_spec
+    max_blocks, state_slots = split_budget(budget, spec.block_bytes, state.nbytes if state else 0, limits.max_sequences)
+    if state is not None and state_slots < 2:
+        raise ConfigError(f"The KV budget does not hold one state of {human_bytes(state.nbytes)}; raise --kv-budget.")
     max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
     cache = KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks)
     return EngineParts(
@@ -117,15 +139,23 @@ def assemble(config: EngineConfig, model: DecoderModel, tokenizer: ChatTokenizer
         kv_format=kv_format,
         max_seq_len=max_seq_len,
         max_blocks=max_blocks,
-        limits=CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS,
-        warnings=(*tokenizer.warnings, *model.warnings, *calibrated(model, cache, tokenizer, max_seq_len)),
+        limits=limits,
+        warnings=(
+            *tokenizer.warnings,
+            *model.warnings,
+            *calibrated(model, cache, tokenizer, max_seq_len),
+            *((NOT_KEPT,) if state is not None else ()),
+        ),
+        states=SSMStatePool(state, model.device) if state is not None else None,
+        state_slots=state_slots,
+        weights_id=weights_id,
     )
 
 
 def calibrated(model: DecoderModel, cache: KVCache, tokenizer: ChatTokenizer, max_seq_len: int) -> tuple[str, ...]:
     """Prepare a cache in few bits for this model; a warning if the model does not bear it."""
     kv_format = cache.spec.kv_format
-    if kv_format not in KL_LIMITS:
+    if kv_format not in KL_LIMITS or not cache.spec.num_layers:
         return ()
     ids = tokenizer.encode(CALIBRATION_TEXT)[: min(CALIBRATION_TOKENS, max_seq_len)]
     loss = calibrate(model, cache, ids)
@@ -162,9 +192,16 @@ def default_kv_budget(device: torch.device) -> int:
     return int(psutil.virtual_memory().available * RAM_SHARE)
 
 
+def ram_limit(config: EngineConfig, parts: EngineParts) -> int:
+    """Bytes of RAM for the blocks of idle sessions; without a card the pool is in RAM itself."""
+    if config.ram_limit is not None:
+        return config.ram_limit
+    return int(psutil.virtual_memory().available * RAM_SHARE) if parts.model.device.type == "cuda" else 0
+
+
 def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:
     """The context limit: as asked, or what the model was trained for and the budget can hold."""
-    room = (max_blocks - 1) * spec.block_size
+    room = (max_blocks - 1) * spec.block_size if spec.num_layers else model_limit
     if wanted is not None and wanted > model_limit:
         raise ConfigError(f"--max-seq-len {wanted} is more than the model's own context of {model_limit} tokens.")
     if wanted is not None and wanted > room:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -13,16 +14,18 @@ import torch
 
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
-from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest
+from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
 from engine.jobs import Slices
-from engine.loader import EngineParts, load_parts
+from engine.loader import EngineParts, load_parts, ram_limit
 from engine.protocol import GenerateRequest, PrecisionQuery, ProbeQuery
 from engine.sampling.beam import check_settings
+from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 from engine.tokenizer import ChatTokenizer
 from engine.turn import QueueStream
 
 T = TypeVar("T")
+CALL_S = 60.0
 JOB_S = 600.0
 log = logging.getLogger("kvscope.engine")
 
@@ -42,6 +45,11 @@ class LocalEngine:
         self._closing = False
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
+        self._snapshots = (
+            None
+            if config.snapshot_limit == 0
+            else Snapshots(config.data_dir / "snapshots", config.snapshot_limit, self._not_saved)
+        )
         self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
 
     def start(self) -> None:
@@ -64,24 +72,55 @@ class LocalEngine:
         return self._need_parts().tokenizer
 
     def generate(self, request: GenerateRequest) -> QueueStream:
+        submitted = time.perf_counter()
         parts = self._need_parts()
         self._check_prompt(request, parts)
         self._claim(request.session_id)
+        try:
+            self._bring_back(request.session_id, displacing=True)
+        except BaseException:
+            self._unclaim(request.session_id)
+            raise
         stream = QueueStream(request.request_id, lambda: self._post(lambda: self._steps().cancel(request.request_id)))
-        self._post(lambda: self._steps().start(request, stream, lambda: self._unclaim(request.session_id)))
+        self._post(lambda: self._steps().start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
+        self._bring_back(session_id, displacing=False)
         return self._call(lambda: self._steps().cached_prefix(session_id, prompt_ids))
 
     def release(self, session_id: str) -> None:
-        self._call(lambda: self._steps().release(session_id))
+        if self._state == "ok":
+            self._call(lambda: self._steps().release(session_id))
+        if self._snapshots is not None:
+            self._snapshots.remove(session_id)
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
+        self._bring_back(session_id, displacing=False)
         self._call(lambda: self._steps().fork(session_id, new_session_id, token_ids))
 
+    def snapshot(self, session_id: str) -> dict[str, Any]:
+        snapshots = self._need_snapshots()
+        self._need_parts()
+        return snapshots.write_now(session_id, self._steps(), self._call)
+
+    def snapshot_info(self, session_id: str) -> dict[str, Any]:
+        info = self._need_snapshots().info(session_id)
+        if info is None:
+            raise NotFound("There is no snapshot of this session.")
+        return info
+
+    def stored_sessions(self) -> list[str]:
+        return [] if self._snapshots is None else list(self._snapshots.store.sizes())
+
+    def restore(self, session_id: str) -> int:
+        self._bring_back(session_id, displacing=True)
+        return self._call(lambda: self._steps().bring_back(session_id))
+
     def inspect(self, session_id: str) -> dict[str, Any]:
-        return self._call(lambda: probes.cache_report(self._steps(), self._need_parts(), session_id))
+        self._bring_back(session_id, displacing=False)
+        report = self._call(lambda: probes.cache_report(self._steps(), self._need_parts(), session_id))
+        return report if self._snapshots is None else probes.with_disk(report, self._snapshots, session_id)
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
         return self._call(lambda: probes.probe(self._steps(), self._need_parts(), session_id, query))
@@ -97,10 +136,12 @@ class LocalEngine:
         return self._run_job(precision.compare_precision(parts, query))
 
     def memory(self) -> dict[str, Any]:
-        return self._call(lambda: ledger.memory_report(self._steps(), self._need_parts()))
+        on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
+        return self._call(lambda: ledger.memory_report(self._steps(), self._need_parts(), on_disk))
 
     def metrics(self) -> dict[str, Any]:
-        return self._call(lambda: self._steps().metrics_report())
+        on_disk = 0 if self._snapshots is None else sum(self._snapshots.store.sizes().values())
+        return {**self._call(lambda: self._steps().metrics_report()), "kv_disk_bytes": on_disk}
 
     def use_template(self, name: str) -> None:
         """Render prompts by another chat template from now on; running replies end as they began.
@@ -113,29 +154,38 @@ class LocalEngine:
             self._steps().use_parts(self._parts)
 
         self._call(change)
+        if self._snapshots is not None:
+            self._snapshots.forgive()
 
     def capabilities(self) -> dict[str, Any]:
-        return self._need_parts().capabilities()
+        limit = 0 if self._snapshots is None else self._snapshots.store.limit
+        return {**self._need_parts().capabilities(), "snapshots": limit > 0, "snapshot_limit": limit}
 
     def check_integrity(self) -> None:
         """Recount all owners of all blocks. Raises AssertionError naming what is wrong."""
         self._call(lambda: self._steps().check_integrity())
 
     def close(self) -> None:
-        """End running turns (their streams get what was generated), then the thread. May be called again."""
+        """End running turns (their streams get what was generated), write snapshots, end the threads. May be called
+        again."""
         if not self._thread.is_alive():
             self._state = "stopped"
-            return
-        self._closing = True
-        self._mailbox.put(lambda: None)
-        self._thread.join(timeout=30)
+        else:
+            self._closing = True
+            self._mailbox.put(lambda: None)
+            self._thread.join(timeout=30)
+        if self._snapshots is not None:
+            self._snapshots.writer.close()
 
     # -- the engine thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._parts = self._load(self._config)
-            self._loop = StepLoop(self._parts)
+            # A session is whole with its recurrent state only, and that is not kept outside of the device.
+            keeps = self._parts.states is None
+            submit = self._snapshots.submit if self._snapshots is not None and keeps else None
+            self._loop = StepLoop(self._parts, ram_limit(self._config, self._parts) if keeps else 0, submit)
         except BaseException as error:
             self._failure = error
             self._state = "stopped"
@@ -171,8 +221,25 @@ class LocalEngine:
         self._state = "stopped"
         cancelled = self._closing
         self._steps().end_all(None if cancelled else EngineStopped(sentence))
+        if cancelled:
+            self._steps().keeper.save_all()
         while not self._mailbox.empty():
             self._mailbox.get()()
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def _bring_back(self, session_id: str | None, displacing: bool) -> None:
+        """Have a session that is only on disk in the pool before what is posted next."""
+        if self._snapshots is not None and self._loop is not None and session_id is not None and self._state == "ok":
+            self._snapshots.bring_back(session_id, displacing, self._loop, self._post)
+
+    def _not_saved(self, session_id: str, again: bool) -> None:
+        self._mailbox.put(lambda: self._steps().keeper.not_saved(session_id, again))
+
+    def _need_snapshots(self) -> Snapshots:
+        if self._snapshots is None:
+            raise InvalidRequest("No snapshots are kept: KVScope was started with --snapshot-limit 0.")
+        return self._snapshots
 
     # -- from other threads -----------------------------------------------------------------------------------------
 
@@ -194,7 +261,7 @@ class LocalEngine:
                 future.set_exception(error)
 
         self._post(command)
-        return future.result(timeout=60)
+        return future.result(timeout=CALL_S)
 
     def _run_job(self, slices: Slices[T]) -> T:
         """Run on the engine thread, a slice after each step."""

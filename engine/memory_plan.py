@@ -10,14 +10,21 @@ KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
 INT4_GROUP = 32
 WEIGHT_BLOCKS = {kind.name: size for kind, size in GGML_QUANT_SIZES.items()}
 """(weights, bytes) of a block of each GGUF type."""
+STATES_PER_SEQUENCE = 4
+"""Slots for recurrent states that are wanted for each running sequence: its own, and checkpoints to come back to."""
 ACTIVATION_COPIES = 8
 """Row-sized buffers of hidden and inner width that live at the same time while a layer runs."""
 LOGIT_COPIES = 4
+NO_BLOCKS = 2
+"""The smallest pool there is, for models without K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What of a model's shape decides its memory; `weight_bytes` as they will be held, not as they are stored."""
+    """What of a model's shape decides its memory; `weight_bytes` as they will be held, not as they are stored.
+
+    `num_layers` counts those with K and V; `state_bytes` is what the others remember of a session, whatever its length.
+    """
 
     weight_bytes: int
     num_layers: int
@@ -27,11 +34,15 @@ class ModelSizes:
     intermediate_size: int
     vocab_size: int
     context_tokens: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a model needs for one sequence of `max_seq_len` tokens, and what there is."""
+    """What a model needs for one sequence of `max_seq_len` tokens, and what there is.
+
+    `state_budget` is the part of `kv_budget` that recurrent states may take, with the checkpoints of earlier turns.
+    """
 
     weights: int
     kv_bytes_per_token: int
@@ -41,14 +52,17 @@ class MemoryPlan:
     workspace: int
     available: int
     total_device: int
+    state_bytes: int = 0
+    state_budget: int = 0
 
     @property
     def needed(self) -> int:
-        return self.weights + self.kv_total + self.workspace
+        return self.weights + self.kv_total + self.state_bytes + self.workspace
 
     @property
     def fits(self) -> bool:
-        return self.max_seq_len > 1 and self.kv_total <= self.kv_budget and self.needed <= self.available
+        held = self.kv_total <= self.kv_budget - self.state_budget and self.state_bytes <= self.state_budget
+        return self.max_seq_len > 1 and held and self.needed <= self.available
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_format: str) -> int:
@@ -72,13 +86,27 @@ def matrix_bytes(rows: int, columns: int, kind: str) -> int:
 
 
 def kv_bytes(tokens: int, bytes_per_token: int, block_size: int) -> int:
-    """Memory of the blocks that hold `tokens`, and of the null block."""
+    """Memory of the blocks that hold `tokens`, and of the null block; nothing where there are no K and V."""
     return (-(-tokens // block_size) + 1) * block_size * bytes_per_token
 
 
 def kv_tokens(budget: int, bytes_per_token: int, block_size: int) -> int:
     """Tokens that a budget of bytes holds; one block is the null block."""
     return max(budget // (bytes_per_token * block_size) - 1, 0) * block_size
+
+
+def split_budget(budget: int, block_bytes: int, state_bytes: int, sequences: int) -> tuple[int, int]:
+    """`(blocks, state slots)` that a budget of bytes holds, null block and null slot (which takes no memory) included.
+
+    Recurrent states take what `sequences` of them want, but at most half where there are blocks too.
+    """
+    if not state_bytes:
+        return budget // block_bytes, 0
+    share = budget // 2 if block_bytes else budget
+    slots = min(share // state_bytes, STATES_PER_SEQUENCE * sequences)
+    if not block_bytes:
+        return NO_BLOCKS, slots + 1
+    return (budget - slots * state_bytes) // block_bytes, slots + 1
 
 
 def workspace_bytes(sizes: ModelSizes, batch_tokens: int, compute_bytes: int) -> int:
@@ -98,10 +126,14 @@ def plan_memory(
     max_seq_len: int | None = None,
     batch_tokens: int = 256,
     compute_bytes: int = 4,
+    sequences: int = 16,
 ) -> MemoryPlan:
     """Without `max_seq_len`, the model's own context, cut down to what the budget holds."""
     per_token = kv_bytes_per_token(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, kv_format)
-    tokens = max_seq_len or min(sizes.context_tokens, kv_tokens(kv_budget, per_token, block_size))
+    _, slots = split_budget(kv_budget, per_token * block_size, sizes.state_bytes, sequences)
+    state_budget = max(slots - 1, 0) * sizes.state_bytes
+    room = kv_tokens(kv_budget - state_budget, per_token, block_size) if per_token else sizes.context_tokens
+    tokens = max_seq_len or min(sizes.context_tokens, room)
     return MemoryPlan(
         weights=sizes.weight_bytes,
         kv_bytes_per_token=per_token,
@@ -111,6 +143,8 @@ def plan_memory(
         workspace=workspace_bytes(sizes, batch_tokens, compute_bytes),
         available=available,
         total_device=total_device,
+        state_bytes=sizes.state_bytes,
+        state_budget=state_budget,
     )
 
 
@@ -131,6 +165,7 @@ def plan_table(plan: MemoryPlan, *, model: str, device: str, dtype: str, kv_form
         ("weights", f"{human_bytes(plan.weights)} ({plan.weights} bytes) in {dtype}"),
         ("KV per token", f"{human_bytes(plan.kv_bytes_per_token)} ({plan.kv_bytes_per_token} bytes) in {kv_format}"),
         ("KV cache", f"{human_bytes(plan.kv_total)} ({plan.kv_total} bytes) for {plan.max_seq_len} tokens"),
+        *_state_rows(plan),
         ("KV budget", human_bytes(plan.kv_budget)),
         ("workspace", f"about {human_bytes(plan.workspace)}"),
         ("needed", f"{human_bytes(plan.needed)} of {human_bytes(plan.available)}"),
@@ -138,3 +173,12 @@ def plan_table(plan: MemoryPlan, *, model: str, device: str, dtype: str, kv_form
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _state_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    if not plan.state_bytes:
+        return []
+    return [
+        ("state", f"{human_bytes(plan.state_bytes)} ({plan.state_bytes} bytes) per session, whatever its length"),
+        ("states", f"up to {human_bytes(plan.state_budget)} of the KV budget, those kept of earlier turns included"),
+    ]

@@ -9,11 +9,14 @@ from engine.tokenizer import ChatTokenizer
 _LOOK_AHEAD = 16
 
 
-def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatTokenizer, shared: int = 0) -> Miss | None:
+def find_miss(
+    sequence: Sequence, request: GenerateRequest, tokenizer: ChatTokenizer, shared: int = 0, loss: str | None = None
+) -> Miss | None:
     """Compare a session's cache with its next prompt; None if every cached token can stay. Resets `evicted_from`.
 
     `shared` tokens of the prompt are in full blocks that other sessions computed; a session without a cache of its own
-    begins with them.
+    begins with them. A recurrent state is lost back to the newest checkpoint before the difference.
+    `loss`: why what was kept of the session could not be used ("snapshot": it was refused).
 
     The caller's own word for what it did to the history (`request.cause`) comes first. Without one, equal text behind
     the difference means the text was split into other tokens, anything else that the template rendered it differently.
@@ -23,22 +26,23 @@ def find_miss(sequence: Sequence, request: GenerateRequest, tokenizer: ChatToken
     position = common_prefix_len(cached, wanted)
     if position < len(cached):
         cause = request.cause or _guess(cached[position:], list(wanted[position:]), tokenizer)
-        return _miss(position, cause, cached, wanted, len(cached))
+        kept = position if sequence.state is None else sequence.resume_point(min(position, len(wanted) - 1))
+        return _miss(position, cause, cached, wanted, len(cached) - kept)
     if evicted_from > position:
-        return _miss(position, "evicted", cached, wanted, evicted_from)
+        return _miss(position, loss or "evicted", cached, wanted, evicted_from - position)
     if not cached and request.stored_cache_pos > shared:
-        cause = "model" if request.cause == "model" else "restart"
-        return _miss(shared, cause, cached, wanted, request.stored_cache_pos)
+        cause = "model" if request.cause == "model" else loss or "restart"
+        return _miss(shared, cause, cached, wanted, request.stored_cache_pos - shared)
     return None
 
 
-def _miss(position: int, cause: str, cached: list[int], wanted: tuple[int, ...], held: int) -> Miss:
+def _miss(position: int, cause: str, cached: list[int], wanted: tuple[int, ...], lost: int) -> Miss:
     return Miss(
         position=position,
         cause=cause,
         cached_token=cached[position] if position < len(cached) else None,
         wanted_token=wanted[position] if position < len(wanted) else None,
-        tokens_lost=held - position,
+        tokens_lost=lost,
     )
 
 

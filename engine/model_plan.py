@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
 from engine.models.layers import WeightFormat, pick_format
+from engine.models.recurrence import state_spec
 from engine.models.registry import read_config
 from engine.weights.catalog import ModelSource, resolve
 from engine.weights.gguf_reader import GGUFSource
@@ -60,16 +61,18 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     free, total = _device_memory(device)
     share = loader.CARD_SHARE if device.type == "cuda" else loader.RAM_SHARE
     limits = loader.CUDA_LIMITS if device.type == "cuda" else loader.CPU_LIMITS
+    state = state_spec(sizes, fmt.compute_dtype)
     plan = plan_memory(
         ModelSizes(
             weight_bytes=weights.nbytes,
-            num_layers=sizes.num_layers,
+            num_layers=sizes.num_attention_layers,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
             hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
+            intermediate_size=max(sizes.intermediate_size, sizes.ssm.conv_channels if sizes.ssm else 0),
             vocab_size=sizes.vocab_size,
             context_tokens=sizes.max_position_embeddings,
+            state_bytes=state.nbytes if state is not None else 0,
         ),
         kv_format=kv_format,
         block_size=config.block_size,
@@ -79,6 +82,7 @@ def plan_model(config: EngineConfig) -> PlannedModel:
         max_seq_len=config.max_seq_len,
         batch_tokens=limits.max_batch_tokens,
         compute_bytes=fmt.compute_dtype.itemsize,
+        sequences=limits.max_sequences,
     )
     return PlannedModel(plan, found.name, str(device), weights.weight_format, kv_format)
 
@@ -91,11 +95,15 @@ def planned_weights(source: WeightSource, config: ModelConfig, fmt: WeightFormat
         shapes.pop("head.weight", None)
     elif fmt.rows_from_file:
         del shapes["embed.weight"]
-    nbytes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
-    nbytes *= fmt.compute_dtype.itemsize
+    small = (".conv.weight", ".conv.bias", "norm.weight")
+    nbytes = (
+        sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(small)) * fmt.compute_dtype.itemsize
+    )
+    scalars = (".a_log", ".d", ".dt_bias")
+    nbytes += 4 * sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(scalars))
     sizes: Counter[str] = Counter()
     for name, shape in shapes.items():
-        if len(shape) > 1:
+        if len(shape) == 2 and not name.endswith(small):
             kept, size = _matrix(source.block_format(name), shape, fmt)
             nbytes += size
             # Of two matrices for the same tokens, a model is named after its head.

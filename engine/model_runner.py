@@ -1,47 +1,71 @@
-"""Runs one scheduled step on the model: grows the cache, builds the tensors, calls the model, checks the result."""
+"""Runs one scheduled step: grows the cache, builds the tensors, calls the model, checks what it made, draws tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.batch import build_metadata
-from engine.cuda_graph import DecodeGraphs
+from engine.cuda_graph import DecodeGraphs, padded_rows
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.ssm_state import SSMStatePool
 from engine.models.registry import DecoderModel
+from engine.sampling.sampler import SamplingState
+from engine.sampling.step import Forced, StepOutput, StepTokens, sample_on_host
 from engine.scheduler import ScheduledBatch
+
+if TYPE_CHECKING:
+    from engine.sampling.device_sampler import DeviceSampler
 
 SMALL_STEP = 32
 """Steps of at most this many tokens run on one OpenMP thread (the compiled CPU kernels have threads of their own)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """`logits` float32 [N, vocab], one row per item that wants them, in order; `finite`: one flag per item."""
-
-    logits: Tensor
-    finite: tuple[bool, ...]
-
-
 class ModelRunner:
     """Owns model and KV tensors; knows nothing of turns or of who owns a block."""
 
-    def __init__(self, model: DecoderModel, cache: KVCache, pool: BlockPool, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        pool: BlockPool,
+        max_seq_len: int,
+        max_sequences: int,
+        states: SSMStatePool | None = None,
+        state_slots: BlockPool | None = None,
+    ) -> None:
         self.model = model
         self._graphs = DecodeGraphs(model, cache, max_seq_len) if model.stays_on_device else None
+        self._sampler = _device_sampler(model, padded_rows(max_sequences)) if model.samples_on_device else None
         self.cache = cache
         self.pool = pool
+        self.states = states
+        self._state_slots = state_slots
         self._threads = torch.get_num_threads()
 
-    def execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool] = lambda: False) -> StepResult:
-        """Raises `StepAbandoned` if `abandoned()` came true before the step was over."""
+    def execute(
+        self,
+        batch: ScheduledBatch,
+        requests: Sequence[SamplingState],
+        forced: Forced,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> StepTokens:
+        """Run a batch; `requests` and `forced` belong to its items that want logits, in order.
+
+        Raises `StepAbandoned` if `abandoned()` came true before the step was over.
+        """
+        if self._sampler is not None:
+            self._sampler.prepare(requests, forced)
         with self.threads_for(batch.token_count):
-            return self._execute(batch, abandoned)
+            output, drawn = self._execute(batch, abandoned)
+        if self._sampler is None or drawn is None:
+            return sample_on_host(output, requests, forced)
+        return self._sampler.tokens(drawn, output, requests, forced)
 
     @contextmanager
     def threads_for(self, token_count: int) -> Iterator[None]:
@@ -53,15 +77,18 @@ class ModelRunner:
         finally:
             torch.set_num_threads(1)
 
-    def _execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool]) -> StepResult:
+    def _execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool]) -> tuple[StepOutput, Tensor | None]:
+        """With what the device's sampler launched, if there is one."""
         self.sync_blocks()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
-        if self._graphs is not None and self._graphs.fits(meta) and len(meta.logit_rows) == len(token_ids):
-            hidden, logits = self._graphs.run(token_ids, meta)
-            return StepResult(logits, _finite_items(hidden, meta.query_lens))
-        hidden = self.model.hidden_states(token_ids, self.cache, meta, abandoned)
-        finite = _finite_items(hidden, meta.query_lens)
-        return StepResult(self.model.head(hidden[meta.logit_rows]), finite)
+        wanted = tuple(index for index, item in enumerate(batch.items) if item.wants_logits)
+        if self._graphs is not None and self._graphs.fits(meta) and len(wanted) == len(token_ids):
+            hidden, logits, drawn = self._graphs.run(token_ids, meta, self._sampler)
+        else:
+            hidden = self.model.hidden_states(token_ids, self.cache, meta, self.states, abandoned)
+            logits = self.model.head(hidden[meta.logit_rows])
+            drawn = self._sampler.launch(hidden, logits, meta) if self._sampler is not None else None
+        return StepOutput(hidden, logits, meta.query_lens, wanted), drawn
 
     def sync_blocks(self) -> None:
         """Let the tensors reach as far as the pool's ids, and carry out its pending copies, before anything is read."""
@@ -69,16 +96,19 @@ class ModelRunner:
         copies = self.pool.take_copies()
         if copies:
             self.cache.copy_blocks(copies)
+        if self.states is not None and self._state_slots is not None:
+            self.states.copy(self._state_slots.take_copies())
 
     def trim(self) -> None:
-        """Give tensors above the highest used block back."""
+        """Give tensors above the highest used block, and the highest used slot, back."""
         self.sync_blocks()
         self.cache.shrink(self.pool.trim())
+        if self.states is not None and self._state_slots is not None:
+            self.states.trim(self._state_slots.trim())
 
 
-def _finite_items(hidden: Tensor, query_lens: tuple[int, ...]) -> tuple[bool, ...]:
-    """A token's own K and V take part in its output, so a bad value anywhere shows in the token's last hidden row."""
-    sums = hidden.float().sum(dim=-1)
-    if bool(torch.isfinite(sums.sum())):
-        return (True,) * len(query_lens)
-    return tuple(bool(torch.isfinite(rows).all()) for rows in sums.split(list(query_lens)))
+def _device_sampler(model: DecoderModel, max_rows: int) -> DeviceSampler:
+    """Imported where there is Triton."""
+    from engine.sampling.device_sampler import DeviceSampler
+
+    return DeviceSampler(model.config.vocab_size, model.device, max_rows)

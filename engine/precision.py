@@ -66,6 +66,8 @@ def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[
     began = time.perf_counter()
     kv_format = query.kv_format or parts.kv_format
     spec = replace(parts.cache.spec, format=KV_FORMATS[kv_format])
+    if not spec.num_layers:
+        raise InvalidRequest("This model keeps no keys and values, so there is no precision to compare.")
     needed, budget = scratch_bytes(parts, query), parts.max_blocks * parts.cache.spec.block_bytes
     left = max(budget - parts.cache.reserved_bytes, 0)
     if needed > left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -9,6 +10,7 @@ from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.protocol import ProbeQuery
 from engine.sequence import Sequence, Status
+from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 
 MAX_PROBE_POSITIONS = 4096
@@ -20,6 +22,12 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
     """The body of `GET /api/sessions/{id}/cache`; an unknown session simply has an empty cache."""
     sequence = loop.scheduler.find(session_id) or Sequence(loop.prefix_cache, session_id)
     spec = parts.cache.spec
+    state = _state(parts, sequence)
+    state_bytes = state["bytes"] if state else 0
+    held = loop.keeper.ram.find(session_id)
+    blocks = _blocks(loop, parts, sequence)
+    if held is not None:
+        blocks = _kept("ram", held.cache_pos, spec.block_size, parts.kv_format, held.turns)
     return {
         "session_id": session_id,
         "model": parts.name,
@@ -30,11 +38,14 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "token_ids": sequence.token_ids[: sequence.cache_pos],
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
-        "blocks": _blocks(loop, parts, sequence),
+        "blocks": blocks,
         "beams": loop.beams(session_id),
+        "refused": None,
+        "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,
-        "bytes_used": sequence.cache_pos * spec.bytes_per_token,
-        "bytes_reserved": len(sequence.block_table) * spec.block_size * spec.bytes_per_token,
+        "bytes_used": sequence.cache_pos * spec.bytes_per_token + state_bytes,
+        "bytes_reserved": len(sequence.block_table) * spec.block_bytes + state_bytes,
+        "state": state,
         "kv_ratio": kv_ratio(loop, parts, sequence),
         "invariants": invariants(loop, sequence),
     }
@@ -46,12 +57,27 @@ def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | 
     Where it is large, a format with one scale for both, or few bits at all, costs more.
     """
     count = min(sequence.cache_pos, RATIO_TOKENS)
-    if not count:
+    if not count or not parts.cache.spec.num_layers:
         return None
     loop.runner.sync_blocks()
     both = parts.cache.read_tokens(sequence.block_table, sequence.cache_pos - count, count)
     keys, values = both.abs().amax((1, 2, 3, 4)).tolist()
     return round(keys / values, 3) if values else None
+
+
+def _state(parts: EngineParts, sequence: Sequence) -> dict[str, Any] | None:
+    """The recurrent state at `cache_pos` (constant in size; 0 bytes while there is none) and the positions to which the
+    sequence can go back; None for models without such layers."""
+    state = sequence.state
+    if state is None or parts.states is None:
+        return None
+    slot = state.live if state.live is not None else state.held and state.held.slot
+    return {
+        "layers": parts.states.spec.num_layers,
+        "bytes": 0 if slot is None else parts.states.spec.nbytes,
+        "slot": slot,
+        "checkpoints": state.checkpoints(sequence.token_ids[: sequence.cache_pos]),
+    }
 
 
 def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:
@@ -78,24 +104,57 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
     return blocks
 
 
+def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> dict[str, Any]:
+    """The same, with what is on disk of a session that has nothing in the pool or in RAM, and why it is not used."""
+    report = {**report, "refused": snapshots.refusal(session_id)}
+    manifest = snapshots.manifest(session_id) if not report["blocks"] and report["status"] == "idle" else None
+    if manifest is None or report["refused"] is not None:
+        return report
+    turns = [block.turn for block in manifest.blocks]
+    report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, report["kv_format"], turns)
+    report["away"] = {"tier": "disk", "tokens": manifest.cache_pos}
+    return report
+
+
+def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: SequenceOf[str | None]) -> list[dict[str, Any]]:
+    """Blocks outside the pool: they have no id and, until they come back, no owner in it."""
+    return [
+        {
+            "id": None,
+            "start": index * size,
+            "count": min(size, cache_pos - index * size),
+            "ref_count": 0,
+            "tier": tier,
+            "format": kv_format,
+            "written_by_turn": turn,
+            "last_audit": None,
+        }
+        for index, turn in enumerate(turns)
+    ]
+
+
 def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
     """What must hold of a sequence between two steps; false names a fault of the cache."""
     size = loop.prefix_cache.block_size
     pool = loop.prefix_cache.pool
     table = sequence.block_table
     idle = sequence.status is Status.IDLE
-    return {
-        "cache_pos_within_blocks": sequence.cache_pos <= len(table) * size,
+    found = {
+        "cache_pos_within_blocks": not loop.prefix_cache.holds_kv or sequence.cache_pos <= len(table) * size,
         "cached_ids_are_history": sequence.cache_pos <= len(sequence.token_ids)
         and all(
             node.key == tuple(sequence.token_ids[i * size : (i + 1) * size]) for i, node in enumerate(sequence.nodes)
         ),
         "no_block_twice": len(set(table)) == len(table),
         "every_block_owned": all(pool.ref_count(block_id) > 0 for block_id in table),
-        "last_block_not_shared": not sequence.cache_pos % size
+        "last_block_not_shared": not table
+        or not sequence.cache_pos % size
         or pool.ref_count(table[sequence.cache_pos // size]) == 1,
         "last_token_run_or_pending": not idle or sequence.remaining <= 1,
     }
+    if sequence.state is not None:
+        found["state_is_that_of_cache_pos"] = sequence.state.is_at(sequence.token_ids[: sequence.cache_pos])
+    return found
 
 
 def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
@@ -128,6 +187,8 @@ def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery
 def _check_query(query: ProbeQuery, spec: KVCacheSpec) -> None:
     if query.tensor not in ("k", "v"):
         raise InvalidRequest('tensor must be "k" or "v".')
+    if not spec.num_layers:
+        raise InvalidRequest("The model has no attention layers, so there are no keys and values to look at.")
     if not 0 <= query.layer < spec.num_layers:
         raise InvalidRequest(f"layer must lie between 0 and {spec.num_layers - 1}.")
     if not 0 <= query.head < spec.num_kv_heads:

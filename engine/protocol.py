@@ -162,11 +162,35 @@ class ChatEngine(Protocol):
         ...
 
     def release(self, session_id: str) -> None:
-        """Forget the session's cache. Unknown ids are fine."""
+        """Forget the session's cache and delete its snapshot, also while no model is loaded. Unknown ids are fine."""
         ...
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         """Give a new session with the history `token_ids` what is cached of it, sharing full blocks."""
+        ...
+
+    def snapshot(self, session_id: str) -> dict[str, Any]:
+        """Write the session's cache to disk now; then as `snapshot_info`.
+
+        Raises `Conflict` while it is answering, `NotFound` if nothing is cached, `StorageFailed`, and `InvalidRequest`
+        where no snapshots are kept.
+        """
+        ...
+
+    def snapshot_info(self, session_id: str) -> dict[str, Any]:
+        """What is on disk of a session: `{session_id, bytes, tokens, blocks, files, fingerprint, created_at, age_s,
+        refused}`. Raises `NotFound`, and `InvalidRequest` where no snapshots are kept."""
+        ...
+
+    def restore(self, session_id: str) -> int:
+        """Bring back what is kept of a session outside the pool; the tokens in its cache then.
+
+        Done by itself before a turn. 0 if there is nothing, no room, or what there is was refused (`inspect` says why).
+        """
+        ...
+
+    def stored_sessions(self) -> Sequence[str]:
+        """Sessions of which something is on disk."""
         ...
 
     def inspect(self, session_id: str) -> dict[str, Any]:
@@ -193,7 +217,10 @@ class ChatEngine(Protocol):
         ...
 
     def capabilities(self) -> dict[str, Any]:
-        """Model name, device, dtype, KV format, `max_seq_len`, `block_size`, layer and head counts, warnings."""
+        """Model name, device, dtype, KV format, `max_seq_len`, `block_size`, layer and head counts, warnings.
+
+        `snapshots` and `snapshot_limit`: whether sessions are kept on disk, and the most bytes that they may take.
+        """
         ...
 
     def close(self) -> None:

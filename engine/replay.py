@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,14 +11,18 @@ from engine.batch import build_metadata
 from engine.jobs import Slices, run_through
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.checkpoints import StateCheckpoints
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.ssm_state import SSMStatePool
 from engine.models.registry import DecoderModel
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
 
 REPLAY_CHUNK = 256
 """Tokens of one step where nobody waits."""
+STATE_SLOTS = 4
+"""Of a recurrent state: the null slot, the live one, and what the sequence keeps on its way."""
 
 
 class Replay:
@@ -31,7 +34,12 @@ class Replay:
         self.cache = KVCache(spec, model.device, extent_bytes=blocks * spec.block_bytes, max_blocks=blocks)
         self.cache.balance = balance
         self.cache.grow(blocks)
-        self.sequence = Sequence(PrefixCache(BlockPool(blocks), spec.block_size))
+        self._slots = BlockPool(STATE_SLOTS)
+        self._states, checkpoints = None, None
+        if model.state_spec is not None:
+            self._states, checkpoints = SSMStatePool(model.state_spec, model.device), StateCheckpoints(self._slots)
+        prefixes = PrefixCache(BlockPool(blocks), spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
+        self.sequence = Sequence(prefixes)
 
     def extend(self, token_ids: SequenceOf[int], logits: int = 1) -> Tensor:
         """Run more ids; float32 logits [n, V] of the last `logits` of them."""
@@ -43,13 +51,16 @@ class Replay:
         end = len(sequence.token_ids) + len(token_ids)
         sequence.set_tokens([*sequence.token_ids, *token_ids])
         sequence.reserve(end)
+        if self._states is not None:
+            self._states.copy(self._slots.take_copies())
         while sequence.remaining:
             count = min(sequence.remaining, chunk)
             item = ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=True)
             ids, meta = build_metadata(ScheduledBatch((item,)), self.cache.spec.block_size, self.model.device)
             first = max(0, end - logits - item.start)
             rows = torch.arange(min(first, count), count, device=self.model.device)
-            parts.append(self.model.forward(ids, self.cache, replace(meta, logit_rows=rows)))
+            hidden = self.model.hidden_states(ids, self.cache, meta, self._states)
+            parts.append(self.model.head(hidden[rows]))
             sequence.advance(count)
             if sequence.remaining:
                 yield

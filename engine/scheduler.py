@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import OutOfBlocks
@@ -43,9 +43,10 @@ class SchedulerLimits:
 class Scheduler:
     """Continuous batching: every running sequence decodes each step, what is left of the budget goes to prefills in
     order of arrival, and a newcomer joins at the next step. Sequences of finished turns stay in `idle` with their
-    blocks until these are needed; then the longest idle gives its blocks up first."""
+    blocks until these are needed; then the longest idle gives its blocks up first, and `on_displace` is told before."""
 
     def __init__(self, cache: PrefixCache, limits: SchedulerLimits) -> None:
+        self.on_displace: Callable[[Sequence], None] = lambda sequence: None
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -92,6 +93,7 @@ class Scheduler:
         """The turn is over: a session's sequence turns idle with its blocks, any other gives them back."""
         self.leave(sequence)
         sequence.places = 1
+        sequence.park()
         sequence.touch()
         sequence.evicted_from = 0
         if sequence.session_id is None:
@@ -119,7 +121,7 @@ class Scheduler:
     def _prefills(self, budget: int) -> list[ScheduledItem]:
         items: list[ScheduledItem] = []
         for sequence in [seq for seq in self.running if seq.remaining > 1]:
-            count = min(sequence.remaining, budget)
+            count = sequence.next_chunk(budget)
             if count and self._try_reserve(sequence, sequence.cache_pos + count):
                 items.append(self._item(sequence, count))
                 budget -= count
@@ -129,7 +131,7 @@ class Scheduler:
                 break
             if self._being_computed(sequence) or not self._admit(sequence):
                 break
-            count = min(sequence.remaining, budget)
+            count = sequence.next_chunk(budget)
             items.append(self._item(sequence, count))
             budget -= count
         return items
@@ -146,10 +148,10 @@ class Scheduler:
 
     def _being_computed(self, sequence: Sequence) -> bool:
         """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share."""
-        held = max(sequence.cache_pos, len(self._cache.match(sequence.token_ids[:-1])) * self._cache.block_size)
+        held = max(sequence.cache_pos, self._cache.shared(sequence.token_ids).count)
         for other in self.running:
             if other.remaining > 1:
-                shared = common_prefix_len(other.token_ids, sequence.token_ids[:-1])
+                shared = other.will_share(common_prefix_len(other.token_ids, sequence.token_ids[:-1]))
                 if shared >= held + self._cache.block_size and shared > other.cache_pos:
                     return True
         return False
@@ -169,8 +171,29 @@ class Scheduler:
 
     def _reclaim(self, for_sequence: Sequence) -> bool:
         """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
-        for sequence in [*self.idle.values(), *reversed(self.waiting)]:
-            if sequence.block_table and sequence is not for_sequence:
+        if self._displace_one():
+            return True
+        for sequence in reversed(self.waiting):
+            if sequence.holds_cache and sequence is not for_sequence:
+                sequence.release_blocks()
+                return True
+        return False
+
+    def make_room(self, count: int) -> bool:
+        """See to it that `count` blocks are free, taking them from idle sessions if need be; False if they can't be."""
+        held = sum(len(sequence.block_table) for sequence in (*self.running, *self.waiting))
+        if self._cache.pool.limit - 1 - held < count:
+            return False
+        while self._cache.pool.free_count + self._cache.evictable_count() < count:
+            if not self._displace_one():
+                return False
+        self._cache.evict(count - self._cache.pool.free_count)
+        return True
+
+    def _displace_one(self) -> bool:
+        for sequence in self.idle.values():
+            if sequence.holds_cache:
+                self.on_displace(sequence)
                 sequence.release_blocks()
                 return True
         return False

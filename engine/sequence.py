@@ -7,6 +7,10 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.prefix_cache import Node, PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.kv_cache.sequence_state import SequenceState
+
+__all__ = ["Sequence", "Status", "common_prefix_len"]
 
 
 class Status(enum.Enum):
@@ -16,26 +20,14 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-def common_prefix_len(left: SequenceOf[int], right: SequenceOf[int]) -> int:
-    """How many leading ids are equal. Compares halves, so long equal histories cost a few slice comparisons."""
-    left, right = tuple(left), tuple(right)
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 class Sequence:
     """Token ids and the blocks that hold their K and V. Positions `0 .. cache_pos - 1` are in the cache.
 
     The leading full blocks are nodes of the prefix cache (`nodes`), the last, partly filled block is this sequence's
     own. A block with more than one owner is never written: cutting into one copies it first.
+
+    With recurrent layers `state` is what they remember of the first `cache_pos` tokens. It can't be cut, so cutting
+    goes back to where a state was kept, and K and V are cut there too.
     """
 
     def __init__(self, cache: PrefixCache, session_id: str | None = None) -> None:
@@ -50,6 +42,7 @@ class Sequence:
         self.status = Status.IDLE
         self.places = 1
         """Among the running sequences; more for one that will be forked into as many."""
+        self.state = SequenceState(cache.checkpoints) if cache.checkpoints is not None else None
         self._cache = cache
 
     @property
@@ -61,49 +54,86 @@ class Sequence:
         """Tokens known but not yet in the cache; 1 while decoding (the last sampled one)."""
         return len(self.token_ids) - self.cache_pos
 
+    @property
+    def holds_cache(self) -> bool:
+        """Whether `release_blocks` would free something."""
+        return bool(self.block_table) or (self.state is not None and self.state.held is not None)
+
+    def next_chunk(self, most: int) -> int:
+        """Tokens for the next step, at most `most`: a prefill stops where its state is to be kept."""
+        count = min(self.remaining, most)
+        stops = self.state.wanted if self.state is not None else ()
+        return min([count, *(stop - self.cache_pos for stop in stops if stop > self.cache_pos)])
+
+    def will_share(self, count: int) -> int:
+        """How many of the first `count` tokens others can take over once the running prefill is through."""
+        if self.state is None:
+            return count
+        return max((stop for stop in self.state.wanted if self.cache_pos < stop <= count), default=0)
+
+    def resume_point(self, count: int) -> int:
+        """Where cutting to `count` tokens would end up."""
+        if self.state is None:
+            return min(count, self.cache_pos)
+        return self.state.resume_point(self.token_ids, min(count, self.cache_pos), self.cache_pos)
+
     def set_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Replace the ids; the cache must have been cut to what they share with the old ones."""
         self.token_ids = list(token_ids)
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` cached tokens. May keep up to a block less if a shared block can't be copied."""
-        if count >= self.cache_pos:
+        """Keep the first `count` cached tokens. May keep up to a block less if a shared block can't be copied, and
+        with recurrent layers only as many as a state was kept of."""
+        count = min(count, self.cache_pos)
+        if self.state is not None:
+            count = self.state.cut(self.token_ids, count, self.cache_pos)
+        if count == self.cache_pos:
             return
         size = self._cache.block_size
         full, rest = divmod(count, size)
         kept = full + (1 if rest else 0)
         self._drop_blocks(kept)
-        if rest and self._cache.pool.ref_count(self.block_table[full]) > 1 and not self._own_last_block():
-            count = full * size
-        del self.nodes[count // size :]
+        del self.nodes[full:]
         self.cache_pos = count
+        if rest and self.block_table and self._cache.pool.ref_count(self.block_table[full]) > 1:
+            self._own_last_block()
 
     def adopt_prefix(self) -> None:
         """Take blocks of the tree where they hold more of `token_ids` than its own; one token stays to be run."""
-        path = self._cache.match(self.token_ids[:-1])
+        shared = self._cache.shared(self.token_ids)
+        count, path = shared.count, shared.path
         self._cache.touch(path)
-        size = self._cache.block_size
-        if len(path) * size <= self.cache_pos:
+        if count <= self.cache_pos:
             return
         for node in path:
             self._cache.pool.add_ref(node.block_id)
         self._drop_blocks(0)
         self.block_table = [node.block_id for node in path]
         self.block_turns = [node.turn_id for node in path]
-        self.nodes = path
-        self.cache_pos = len(path) * size
+        self.nodes = path[: count // self._cache.block_size]
+        self.cache_pos = count
+        if self.state is not None:
+            self.state.hold(shared.checkpoint)
+        if len(self.nodes) < len(path):
+            self._own_last_block()
 
     def reserve(self, token_count: int) -> None:
-        """Have blocks for the first `token_count` positions. Raises `OutOfBlocks`; keeps what it got."""
-        while len(self.block_table) * self._cache.block_size < token_count:
+        """Have blocks for the first `token_count` positions, and a live state. Raises `OutOfBlocks`; keeps what it
+        got."""
+        size = self._cache.block_size
+        while self._cache.holds_kv and len(self.block_table) * size < token_count:
             self.block_table.append(self._cache.allocate())
             self.block_turns.append(self.turn_id)
+        if self.state is not None:
+            self.state.begin(self.token_ids, self.cache_pos, size)
 
     def advance(self, count: int) -> None:
         """`count` more tokens are in the cache; blocks that became full join the tree."""
         self.cache_pos += count
         size = self._cache.block_size
-        while (len(self.nodes) + 1) * size <= self.cache_pos:
+        if self.state is not None and self.cache_pos in self.state.wanted:
+            self.state.save(self.token_ids[: self.cache_pos], self.session_id)
+        while self._cache.holds_kv and (len(self.nodes) + 1) * size <= self.cache_pos:
             index = len(self.nodes)
             key = tuple(self.token_ids[index * size : (index + 1) * size])
             parent = self.nodes[-1] if self.nodes else None
@@ -117,9 +147,14 @@ class Sequence:
             self.nodes.append(node)
 
     def fork(self, session_id: str | None, token_count: int) -> Sequence:
-        """A new sequence with the first `token_count` cached tokens: full blocks shared, the last one copied."""
+        """A new sequence with the first `token_count` cached tokens, as `truncate` would keep them: full blocks and
+        the state are shared, the last block is copied."""
         twin = Sequence(self._cache, session_id)
         count = min(token_count, self.cache_pos)
+        if self.state is not None and twin.state is not None:
+            if count == self.cache_pos:
+                self.state.save(self.token_ids[:count], self.session_id)
+            count = twin.state.resume(self.token_ids, count)
         kept = -(-count // self._cache.block_size)
         for block_id in self.block_table[:kept]:
             self._cache.pool.add_ref(block_id)
@@ -128,9 +163,21 @@ class Sequence:
         twin.nodes = self.nodes[: count // self._cache.block_size]
         twin.token_ids = self.token_ids[:count]
         twin.cache_pos = count
-        if count % self._cache.block_size and not twin._own_last_block():
-            twin.truncate(count - count % self._cache.block_size)
+        if len(twin.nodes) < kept and self._cache.holds_kv:
+            twin._own_last_block()
         return twin
+
+    def park(self) -> None:
+        """The turn is over: the state is kept where it stands, unless the last, partly filled block that belongs to it
+        is about to go."""
+        passing = self.session_id is None and self._cache.holds_kv
+        if self.state is not None and not passing:
+            self.state.park(self.token_ids[: self.cache_pos], self.session_id)
+
+    def distrust_state(self) -> None:
+        """A step failed and what it made of the live state is worth nothing; `truncate` then finds an earlier one."""
+        if self.state is not None and self.state.live is not None:
+            self.state.drop()
 
     def touch(self) -> None:
         """Mark the blocks as used now, so that others are evicted first."""
@@ -140,6 +187,8 @@ class Sequence:
         """Give every block back; full ones stay in the tree until evicted. Remembers how much was held."""
         self.evicted_from = max(self.evicted_from, self.cache_pos)
         self._drop_blocks(0)
+        if self.state is not None:
+            self.state.drop()
         self.nodes = []
         self.cache_pos = 0
 
@@ -156,15 +205,14 @@ class Sequence:
         del self.block_table[kept:]
         del self.block_turns[kept:]
 
-    def _own_last_block(self) -> bool:
-        """Replace the shared last block by a copy of our own; False (block dropped) if none can be had."""
+    def _own_last_block(self) -> None:
+        """Replace the shared last block by a copy of our own; if none can be had, do without that block."""
         shared = self.block_table[-1]
         try:
             own = self._cache.allocate()
         except OutOfBlocks:
-            self._drop_blocks(len(self.block_table) - 1)
-            return False
+            self.truncate(self.cache_pos - self.cache_pos % self._cache.block_size)
+            return
         self._cache.pool.pending_copies.append((shared, own))
         self._cache.pool.release(shared)
         self.block_table[-1] = own
-        return True

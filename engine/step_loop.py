@@ -6,22 +6,27 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-import torch
-
 from engine.beam_turn import BeamTurn, scoring_params
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
+from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
+from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.checkpoints import StateCheckpoints
+from engine.kv_cache.compaction import compact, empty_slots, is_sparse
+from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
-from engine.model_runner import ModelRunner, StepResult
+from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
-from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
-from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
+from engine.restore import Restorer, audit_tolerance
+from engine.sampling.sampler import SampledLogprob, SamplingState
+from engine.sampling.step import StepTokens
+from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
@@ -31,15 +36,22 @@ from engine.turn import ActiveTurn, QueueStream
 class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        pool = BlockPool(parts.max_blocks)
-        self.prefix_cache = PrefixCache(pool, parts.cache.spec.block_size)
+    def __init__(self, parts: EngineParts, ram_limit: int = 0, submit: Callable[[SaveJob], None] | None = None) -> None:
+        pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
+        slots = BlockPool(parts.state_slots) if parts.states is not None else None
+        checkpoints = StateCheckpoints(slots) if slots is not None else None
+        self.prefix_cache = PrefixCache(pool, spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
-        self.runner = ModelRunner(parts.model, parts.cache, pool, parts.max_seq_len)
+        limits = parts.limits
+        self.runner = ModelRunner(
+            parts.model, parts.cache, pool, parts.max_seq_len, limits.max_sequences, parts.states, slots
+        )
+        tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
+        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
+        self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self.jobs = Jobs()
         self._parts = parts
-        self._sampler = Sampler()
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
         self._last_beams: dict[str, list[dict[str, Any]]] = {}
@@ -48,16 +60,27 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.jobs)
+        return self.scheduler.has_work or self.keeper.has_unsaved or bool(self.jobs)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of what runs now. Safe from any thread."""
+        return fingerprint(self._parts)
 
     # -- commands from the mailbox ----------------------------------------------------------------------------------
 
-    def start(self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None]) -> None:
-        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it."""
+    def start(
+        self, request: GenerateRequest, stream: QueueStream, on_done: Callable[[], None], submitted: float
+    ) -> None:
+        """Queue a turn: cut the session's cache to what the prompt shares with it, and let the scheduler have it.
+
+        `submitted`: when it was asked for, in seconds of `time.perf_counter`.
+        """
         turn: ActiveTurn | None = None
+        if request.session_id is not None:
+            self.keeper.before_turn(request.session_id)
         sequence = self._sequence_for(request.session_id)
         try:
-            turn = self._make_turn(request, sequence, stream)
+            turn = self._make_turn(request, sequence, stream, submitted)
         except KVScopeError as error:
             on_done()
             stream.fail(error)
@@ -83,9 +106,11 @@ class StepLoop:
     def cached_prefix(self, session_id: str | None, prompt_ids: SequenceOf[int]) -> int:
         """Tokens that a turn with this prompt would reuse; one token is always evaluated."""
         sequence = self.scheduler.find(session_id) if session_id else None
-        own = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt_ids) if sequence else 0
-        shared = len(self.prefix_cache.match(prompt_ids)) * self.prefix_cache.block_size
-        return max(min(max(own, shared), len(prompt_ids) - 1), 0)
+        own = 0
+        if sequence is not None:
+            common = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt_ids)
+            own = sequence.resume_point(max(min(common, len(prompt_ids) - 1), 0))
+        return max(own, self.prefix_cache.shared(prompt_ids).count)
 
     def release(self, session_id: str) -> None:
         """Forget a session: its turn is cancelled, its blocks and what only it computed are freed."""
@@ -96,6 +121,8 @@ class StepLoop:
             self.scheduler.idle.pop(session_id, None)
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
+        self.keeper.forget(session_id)
+        self._unchecked = True
         self._last_beams.pop(session_id, None)
 
     def beams(self, session_id: str) -> list[dict[str, Any]]:
@@ -104,6 +131,17 @@ class StepLoop:
         turn = self._turns.get(sequence) if sequence is not None else None
         return turn.report() if isinstance(turn, BeamTurn) else self._last_beams.get(session_id, [])
 
+    def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
+        """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
+        self._unchecked = True
+        self.keeper.adopt(session_id, held, displacing)
+
+    def bring_back(self, session_id: str) -> int:
+        """Have a session's blocks in the pool if they are kept in RAM; its tokens in the cache then."""
+        self.keeper.bring_back(session_id)
+        sequence = self.scheduler.find(session_id)
+        return sequence.cache_pos if sequence else 0
+
     def fork(self, session_id: str, new_session_id: str, token_ids: SequenceOf[int]) -> None:
         """Let a new session share what of the session's cache stands for `token_ids`."""
         source = self.scheduler.find(session_id)
@@ -111,6 +149,7 @@ class StepLoop:
             return
         count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
         self.scheduler.finish(source.fork(new_session_id, count))
+        self.keeper.turn_ended(new_session_id)
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""
@@ -125,7 +164,16 @@ class StepLoop:
             "blocks_free": pool.free_count,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
+            "kv_reserved_bytes": self.runner.cache.reserved_bytes,
+            "kv_empty_bytes": self.empty_bytes(),
+            "kv_ram_bytes": self.keeper.ram.nbytes,
         }
+
+    def empty_bytes(self) -> int:
+        """Bytes of the cache that are allocated and hold no token."""
+        cache = self.runner.cache
+        slots = empty_slots(self.prefix_cache, self.scheduler.sequences(), cache.capacity_blocks)
+        return slots * cache.spec.bytes_per_token
 
     def check_integrity(self) -> None:
         scheduled = dict.fromkeys(self.scheduler.sequences())
@@ -149,12 +197,18 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
+        sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
+        states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
         try:
-            result = self.runner.execute(batch, lambda: all(stream.cancelled for stream in streams))
+            tokens = self.runner.execute(batch, states, forced, lambda: all(stream.cancelled for stream in streams))
         except StepAbandoned:
+            for item in batch.items:
+                item.sequence.distrust_state()
+                item.sequence.truncate(item.sequence.cache_pos)
             return
-        self._commit(batch, result)
+        self._commit(batch, tokens)
+        self.keeper.save_next(busy=True)
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
@@ -162,48 +216,50 @@ class StepLoop:
             self._end(turn, turn.fail(KVScopeError("The KV cache is too small for this turn.", code="kv_cache_full")))
         elif self._unchecked:
             self.check_integrity()
-            self.runner.trim()
+            self._tidy()
             self._unchecked = False
+        else:
+            self.keeper.save_next(busy=False)
 
-    def _commit(self, batch: ScheduledBatch, result: StepResult) -> None:
-        wanted: list[ScheduledItem] = []
-        rows: list[int] = []
-        row = 0
-        for item, finite in zip(batch.items, result.finite, strict=True):
+    def _tidy(self) -> None:
+        """Give back extents above the highest used block; where much is empty below, move blocks down first."""
+        cache, sequences = self.runner.cache, list(self.scheduler.sequences())
+        self.runner.trim()
+        if is_sparse(self.prefix_cache, cache.capacity_blocks, cache.blocks_per_extent):
+            compact(self.prefix_cache, sequences)
+            self.runner.trim()
+            self.check_integrity()
+
+    def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
+        """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
+        drawn = iter(zip(tokens.token_ids, tokens.logprobs, strict=True))
+        taken: list[tuple[Sequence, int, SampledLogprob | None]] = []
+        for item, finite in zip(batch.items, tokens.finite, strict=True):
             turn = self._turns.get(item.sequence)
+            token = next(drawn) if item.wants_logits else None
             if turn is None:  # another beam of this turn has just ended it
-                pass
-            elif not finite or (item.wants_logits and not bool(torch.isfinite(result.logits[row]).all())):
+                continue
+            if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
+                continue
+            item.sequence.advance(item.count)
+            if token is not None:
+                taken.append((item.sequence, *token))
             else:
-                item.sequence.advance(item.count)
-                if item.wants_logits:
-                    wanted.append(item)
-                    rows.append(row)
-                else:
-                    turn.report_prefill()
-            row += item.wants_logits
-        # A beam that ended its turn takes those along that came before it.
-        rows = [row for item, row in zip(wanted, rows, strict=True) if item.sequence in self._turns]
-        wanted = [item for item in wanted if item.sequence in self._turns]
-        if wanted:
-            logits = result.logits if len(rows) == row else result.logits[rows]
-            self._sample([item.sequence for item in wanted], logits)
+                turn.report_prefill()
+        self._take(taken)
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        turns = [self._turns[sequence] for sequence in sequences]
-        forced = [turn.forced_id() for turn in turns]
-        sampled = self._sampler.sample(logits, [turn.sampling for turn in turns], forced)
-        for sequence, turn, token_id, logprob in zip(
-            sequences, turns, sampled.token_ids, sampled.logprobs, strict=True
-        ):
+    def _take(self, taken: SequenceOf[tuple[Sequence, int, SampledLogprob | None]]) -> None:
+        """What was sampled goes into the replies; beams choose once all of a turn have been run."""
+        for sequence, token_id, logprob in taken:
+            turn = self._turns.get(sequence)
             if isinstance(turn, BeamTurn):
                 assert logprob is not None
                 turn.take_top(sequence, logprob.top)
-            else:
+            elif turn is not None:
                 self._count_token(turn)
                 self._end_if(turn, turn.accept(token_id, self._with_text(logprob)))
-        for turn in dict.fromkeys(turns):
+        for turn in self._active():
             if isinstance(turn, BeamTurn) and turn.all_run:
                 self._count_token(turn)
                 self._end_if(turn, self._select_beams(turn))
@@ -238,16 +294,18 @@ class StepLoop:
         sequence = self.scheduler.find(session_id) if session_id else None
         return sequence or Sequence(self.prefix_cache, session_id)
 
-    def _make_turn(self, request: GenerateRequest, sequence: Sequence, stream: QueueStream) -> ActiveTurn:
+    def _make_turn(
+        self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
+    ) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
         if request.beams.searches:
             params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
-        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed)
+        meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, request.params.max_tokens)
         detokenizer = Detokenizer(tokenizer, request.params.stop)
-        shared = len(self.prefix_cache.match(request.prompt_ids)) * self.prefix_cache.block_size
-        meter.miss = find_miss(sequence, request, tokenizer, shared)
+        shared = self.prefix_cache.shared(request.prompt_ids).count
+        meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
@@ -269,6 +327,8 @@ class StepLoop:
             if turn.request.session_id is not None:
                 self._last_beams[turn.request.session_id] = turn.last_report
         self.scheduler.finish(turn.sequence)
+        if turn.sequence.session_id is not None:
+            self.keeper.turn_ended(turn.sequence.session_id)
         self._on_done.pop(turn.request.request_id)()
         if event.stats is not None:
             self.metrics.turn_ended(event.stats)

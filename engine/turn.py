@@ -104,6 +104,7 @@ class ActiveTurn:
 
     def fail(self, error: KVScopeError) -> Failed:
         """Back to where the turn began: what it added to the cache is dropped."""
+        self.sequence.distrust_state()
         kept = self.meter.reused_tokens if self.meter.admitted is not None else self.sequence.cache_pos
         self.settle(self.request.prompt_ids[: min(kept, self.sequence.cache_pos)])
         return Failed(error, self.meter.stats(self.sequence.cache_pos, "error"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import BatchMetadata, PagedStore
+from kernels.reference import recurrence, ssm
 
 log = logging.getLogger("kvscope.kernels")
 
@@ -36,6 +37,9 @@ class Operations:
     store_kv: Callable[[Any, int, Tensor], None]
     attention: Callable[[Any, int, Tensor, float], Tensor]
     copy_blocks: Callable[[Sequence[Tensor], int, Sequence[tuple[int, int]]], None]
+    causal_conv: Callable[..., None] = ssm.causal_conv_reference
+    ssm_step: Callable[..., None] = ssm.ssm_step_reference
+    ssm_chunk: Callable[..., None] = recurrence.ssm_chunk
 
 
 REFERENCE = Operations(
@@ -52,9 +56,15 @@ REFERENCE = Operations(
 )
 
 
-def operations(device: torch.device) -> Operations:
-    """The operations for tensors on `device`."""
-    return REFERENCE
+def operations(device: torch.device, triton: bool = False) -> Operations:
+    """The operations for tensors on `device`; with `triton` the recurrence runs its kernels."""
+    if not triton:
+        return REFERENCE
+    from kernels.gpu.causal_conv import causal_conv
+    from kernels.gpu.ssm_chunk import ssm_chunk
+    from kernels.gpu.ssm_step import ssm_step
+
+    return replace(REFERENCE, name="triton", causal_conv=causal_conv, ssm_step=ssm_step, ssm_chunk=ssm_chunk)
 
 
 @cache

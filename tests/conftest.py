@@ -15,11 +15,28 @@ import torch
 # interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+from filelock import FileLock
+
 from engine.weights.catalog import ModelSource, resolve
+
+IN_ONE_PROCESS = ("e2e", "contract/test_command_line.py")
+"""Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2` (pytest-xdist) a file's tests stay together, and those that start apps are in one process."""
+    here = Path(__file__).parent
+    for item in items:
+        name = item.path.relative_to(here).as_posix()
+        group = "apps" if name.startswith(IN_ONE_PROCESS) else name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
 def default_model() -> ModelSource:
     """The default model, fetched on first use into KVSCOPE_TEST_DATA or the user's cache folder."""
-    folder = os.environ.get("KVSCOPE_TEST_DATA") or Path.home() / ".cache" / "kvscope-tests"
-    return resolve(None, Path(folder))
+    folder = Path(os.environ.get("KVSCOPE_TEST_DATA") or Path.home() / ".cache" / "kvscope-tests")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "fetching.lock"):
+        return resolve(None, folder)

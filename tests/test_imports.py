@@ -25,7 +25,11 @@ CONTROL = (
     "engine/sampling/beam.py",
     "engine/kv_cache/block_pool.py",
     "engine/kv_cache/prefix_cache.py",
+    "engine/kv_cache/checkpoints.py",
+    "engine/kv_cache/prefixes.py",
+    "engine/kv_cache/sequence_state.py",
     "engine/kv_cache/integrity.py",
+    "engine/kv_cache/compaction.py",
 )
 
 

@@ -198,8 +198,15 @@ class ChatService:
             turn.wait(2**62, timeout_s=10)
         with self._claim(session_id):
             self.store.delete(session_id)
-        if self.engine.status() == "ok":
-            self.engine.release(session_id)
+        self.engine.release(session_id)
+
+    def forget_orphans(self) -> None:
+        """Have the engine drop what it keeps on disk of sessions that were deleted while it could not be told."""
+        for session_id in self.engine.stored_sessions():
+            try:
+                self.store.get(session_id)
+            except NotStored:
+                self.engine.release(session_id)
 
     def preview(self, session_id: str, content: str) -> PromptPreview:
         """What sending `content` now would cost. Raises `ContextOverflow` if it can't fit."""

@@ -120,15 +120,14 @@ class PanelSource:
         tail = max(cache_pos - PROBE_POSITIONS, PROBE_POSITIONS)
 
         def probe(start: int) -> list[list[Any]]:
+            if not capabilities["num_layers"]:
+                return []
             query = ProbeQuery(selection.tensor, layer, head, start, PROBE_POSITIONS)
             return view_models.probe_rows(engine.probe(selection.session_id or "", query))
 
         return reading | {
             "turn": self._turn(selection.session_id, capabilities),
-            "cache": {
-                name: report[name]
-                for name in ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants")
-            },
+            "cache": view_models.cache_section(report),
             "blocks": view_models.block_cells(report["blocks"]),
             "head": probe(0) if cache_pos else [],
             "tail": probe(tail) if cache_pos > tail else [],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
-from engine.errors import KVScopeError
+from engine.errors import KVScopeError, StorageFailed
 from engine.protocol import EventStream, Failed, Finished, TokenDelta
 from sessions.errors import NotStored, StoreError
 from sessions.models import COMPLETE, FAILED
@@ -21,11 +21,6 @@ WAIT_RATIO = 10
 RETRY_S = 2.0
 RETRIES = 300
 log = logging.getLogger("kvscope.recorder")
-
-
-class StorageFailed(KVScopeError):
-    status = 507
-    code = "storage_failed"
 
 
 def record(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:

@@ -33,6 +33,7 @@ MISS_COUNTS = ("position", "tokens_lost")
 MISS_TOKENS = ("cached_token", "wanted_token")
 MOST = 2**53
 """A browser's whole numbers end here."""
+SHOWN_CHECKPOINTS = 4
 
 
 def signature(value: object) -> str:
@@ -135,7 +136,7 @@ def list_part(summaries: Sequence[SessionSummary]) -> list[dict[str, Any]]:
 def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     """The model's facts and how its price per token comes about."""
     names = ("model", "device", "dtype", "kv_format", "max_seq_len", "block_size", "num_layers", "num_kv_heads",
-             "head_dim", "bytes_per_token", "chat_template")  # fmt: skip
+             "head_dim", "bytes_per_token", "state_layers", "state_bytes", "chat_template")  # fmt: skip
     section = {name: capabilities.get(name) for name in names}
     section["kv_formats"] = list(capabilities.get("kv_formats", ()))
     section["chat_templates"] = list(capabilities.get("chat_templates", ()))
@@ -169,9 +170,22 @@ def turn_section(
     return section
 
 
+def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
+    """How much is held, whether the invariants hold, and of a recurrent state its size and its last checkpoints."""
+    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused")
+    section = {name: report[name] for name in names}
+    state = report.get("state")
+    if state is not None:
+        positions = state["checkpoints"]
+        section["state"] = {"bytes": state["bytes"], "count": len(positions), "last": positions[-SHOWN_CHECKPOINTS:]}
+    return section
+
+
 def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """`[id, start, count, owners]` of each block of the table."""
-    return [[block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks]
+    """`[id, start, count, owners]` of each block of the table; those outside the pool have no id."""
+    return [
+        [block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks if block["id"] is not None
+    ]
 
 
 def probe_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

@@ -72,6 +72,21 @@ class BlockPool:
         heapq.heapify(self._free)
         return self.high_water
 
+    def compact(self) -> dict[int, int]:
+        """Give the highest used blocks the lowest free ids, their content by pending copies: old id -> new id.
+
+        Whoever names a block has to rename it (`engine.kv_cache.compaction`).
+        """
+        moves: dict[int, int] = {}
+        for source, target in zip(sorted(self._ref_counts, reverse=True), sorted(self._free), strict=False):
+            if target > source:
+                break
+            self._ref_counts[target] = self._ref_counts.pop(source)
+            moves[source] = target
+        self.pending_copies += moves.items()
+        self._free = sorted((set(self._free) - set(moves.values())) | moves.keys())
+        return moves
+
     def take_copies(self) -> list[tuple[int, int]]:
         """The pending copies, in order; they count as done from here on."""
         copies, self.pending_copies = self.pending_copies, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class KVCache:
         self.device = device
         self.max_blocks = max_blocks
         self.balance: Tensor | None = None
-        self.blocks_per_extent = max(1, extent_bytes // spec.block_bytes)
+        self.blocks_per_extent = max(1, extent_bytes // max(spec.block_bytes, 1))
         self.extents: list[Tensor] = []
         self.scale_extents: list[Tensor] = []
         # As long as the cache may ever need it: a captured CUDA graph holds its address, only its content changes.
@@ -100,6 +100,42 @@ class KVCache:
             if extents:
                 self._operations.copy_blocks(extents, self.blocks_per_extent, pairs)
 
+    def export_blocks(self, block_ids: Sequence[int]) -> dict[str, Tensor]:
+        """Host copies of whole blocks, all layers, in order: "data" [n, *block_shape] and, where the format has them,
+        "scales" [n, ...], in the cache's own types. Page-locked where the cache is on a card. `n` is at least 1."""
+        pinned = self.device.type == "cuda"
+        tensors = {}
+        for name, extents in self._stores().items():
+            shape = (len(block_ids), *extents[0].shape[1:])
+            out = torch.empty(shape, dtype=extents[0].dtype, pin_memory=pinned)
+            for row, block_id in enumerate(block_ids):
+                out[row].copy_(self._block(extents, block_id), non_blocking=True)
+            tensors[name] = out
+        if pinned:
+            torch.cuda.current_stream(self.device).synchronize()
+        return tensors
+
+    def import_blocks(self, block_ids: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Put what `export_blocks` gave into the blocks `block_ids`, row by row.
+
+        Raises ValueError, before anything is written, where names, shapes or types are not those of this cache.
+        """
+        stores = self._stores()
+        if block_ids and {name: _kind(extents[0], len(block_ids)) for name, extents in stores.items()} != {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        }:
+            raise ValueError("the tensors are not blocks of this cache")
+        for name, extents in stores.items():
+            for row, block_id in enumerate(block_ids):
+                self._block(extents, block_id).copy_(tensors[name][row], non_blocking=True)
+
+    def _stores(self) -> dict[str, list[Tensor]]:
+        return {name: part for name, part in (("data", self.extents), ("scales", self.scale_extents)) if part}
+
+    def _block(self, extents: list[Tensor], block_id: int) -> Tensor:
+        extent, row = divmod(block_id, self.blocks_per_extent)
+        return extents[extent][row]
+
     def read(self, block_table: Sequence[int], layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
         """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence."""
         return self.read_tokens(block_table, start, count, layer)[0 if tensor == "k" else 1, 0, :, head].cpu()
@@ -133,3 +169,7 @@ class KVCache:
             kept = torch.empty(size + size // 2, dtype=dtype, device=self.device)
             self._workspace[name, dtype] = kept
         return kept[:size].view(shape)
+
+
+def _kind(extent: Tensor, count: int) -> tuple[tuple[int, ...], torch.dtype]:
+    return (count, *extent.shape[1:]), extent.dtype

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocks
+from engine.kv_cache.checkpoints import Checkpoint, StateCheckpoints
 
 BlockKey = tuple[int, ...]
 
@@ -24,17 +25,37 @@ class Node:
     children: dict[BlockKey, Node] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What others have computed of a prompt: its first `count` tokens, the full blocks that hold them, the state."""
+
+    count: int
+    path: list[Node]
+    checkpoint: Checkpoint | None
+
+
 class PrefixCache:
     """A node is keyed by its parent and its token ids, so equal keys mean equal K and V (up to rounding).
 
     The tree owns one reference to each of its blocks, each sequence that uses a block owns another. A block that only
     the tree owns and that has no children may be evicted; the least recently used goes first, so a prefix is eaten
     from its tail.
+
+    A model with recurrent layers has `checkpoints` of their states beside the tree. One of nothing else has no K and V,
+    so no blocks: `holds_kv` is false and the tree stays empty.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        checkpoints: StateCheckpoints | None = None,
+        holds_kv: bool = True,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.checkpoints = checkpoints
+        self.holds_kv = holds_kv
         self._roots: dict[BlockKey, Node] = {}
         self._clock = 0
 
@@ -49,6 +70,19 @@ class PrefixCache:
             path.append(node)
             level = node.children
         return path
+
+    def shared(self, token_ids: Sequence[int]) -> SharedPrefix:
+        """The longest prefix of a prompt that can be taken over; its last token stays to be run. Takes no reference.
+
+        With a recurrent state that is where a state was kept, up to where the blocks reach.
+        """
+        path = self.match(token_ids[:-1])
+        count = len(path) * self.block_size
+        if self.checkpoints is None:
+            return SharedPrefix(count, path, None)
+        kept = self.checkpoints.newest(token_ids, count if self.holds_kv else len(token_ids) - 1)
+        count = 0 if kept is None else kept.position
+        return SharedPrefix(count, path[: -(-count // self.block_size)], kept)
 
     def insert(
         self, parent: Node | None, key: BlockKey, block_id: int, session_id: str | None, turn_id: str | None
@@ -93,6 +127,8 @@ class PrefixCache:
         for node in reversed(list(self.nodes())):
             if node.session_id == session_id and self._evictable(node):
                 self._remove(node)
+        if self.checkpoints is not None:
+            self.checkpoints.forget(session_id)
 
     def prune(self, path: Sequence[Node], turn_id: str | None) -> None:
         """Remove the tail of a path as far as it is unused and was computed by this turn."""

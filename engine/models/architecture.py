@@ -1,19 +1,25 @@
-"""What tells one Llama-type architecture from another."""
+"""What tells one architecture from another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from engine.models.config import ModelConfig, config_from_json
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """`model_types` are its names in config.json, `gguf_names` in GGUF files; the flags say which tensors it must have.
 
-    Biases that a file holds beyond these are used too.
+    Biases that a file holds beyond these are used too. `read_json` turns a config.json into sizes.
     """
 
     name: str
     model_types: tuple[str, ...]
-    gguf_names: tuple[str, ...]
+    gguf_names: tuple[str, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
+    mlp: bool = True
+    read_json: Callable[[Mapping[str, Any]], ModelConfig] = config_from_json

@@ -1,4 +1,4 @@
-"""The attention part of a decoder layer over the paged cache."""
+"""Attention as the mixer of a decoder layer, over the paged cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.kv_cache.ssm_state import StateBatch
 from engine.models.config import ModelConfig
 from engine.models.layers import Linear
 from kernels.dispatch import Operations
@@ -14,22 +15,41 @@ from kernels.dispatch import Operations
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share: the kernels' plan, cos and sign-folded sin [T, 1, head_dim]."""
+    """What all layers of one step share.
+
+    For attention the kernels' plan, cos and sign-folded sin [T, 1, rotary_dim]; for recurrences the sequences' states,
+    and where each sequence's tokens start, int32 [S + 1]. `one_each`: every sequence has a single token.
+    """
 
     plan: Any
     cos: Tensor
     sin: Tensor
+    states: StateBatch | None
+    query_starts: Tensor
+    one_each: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`qkv` yields all query heads, then key heads, then value heads; `q_norm`, `k_norm` [head_dim] where used."""
+    """`qkv` yields all query heads, then key heads, then value heads; `q_norm`, `k_norm` [head_dim] where used.
+
+    `layer` counts the layers that have K and V.
+    """
 
     layer: int
     qkv: Linear
     o: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o
+
+    @property
+    def nbytes(self) -> int:
+        norms = sum(norm.nbytes for norm in (self.q_norm, self.k_norm) if norm is not None)
+        return self.qkv.nbytes + self.o.nbytes + norms
 
     def __call__(self, x: Tensor, step: StepContext, config: ModelConfig, ops: Operations) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the tokens' K and V are stored first, so each sees itself."""
@@ -39,6 +59,6 @@ class Attention:
             keys = turned[:, config.num_heads :]
             queries.copy_(ops.rms_norm(queries, self.q_norm, config.rms_norm_eps))
             keys.copy_(ops.rms_norm(keys, self.k_norm, config.rms_norm_eps))
-        ops.rotary(turned, step.cos, step.sin)
+        ops.rotary(turned[..., : config.rotary_dim], step.cos, step.sin)
         ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
         return self.o(ops.attention(step.plan, self.layer, queries, config.head_dim**-0.5))

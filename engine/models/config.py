@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ class RopeConfig:
     """Rotary embedding: the base, and how its frequencies are stretched past the context the model was trained on.
 
     `attention_factor` multiplies cos and sin; None is the kind's own. `beta_*` and `truncate` concern yarn,
-    `low_freq_factor` and `high_freq_factor` llama3.
+    `low_freq_factor` and `high_freq_factor` llama3. `partial` is the share of each head that is rotated.
     """
 
     base: float = 10000.0
+    partial: float = 1.0
     kind: str = "default"
     factor: float = 1.0
     original_context: int = 0
@@ -34,10 +36,40 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SSMConfig:
+    """Sizes of Mamba-2 layers: `num_heads` heads of `head_dim` channels with a state of `state_size` each.
+
+    B and C are shared by the heads of a group. Time steps are held between `dt_min` and `dt_max`.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of B, and of C, in the projected row."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner + 2 * self.group_columns
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a Llama-type decoder.
+    """Sizes of a decoder whose layers mix tokens by attention or, those in `ssm_layers`, by a Mamba-2 recurrence.
 
     `tied` None: the head is the embedding if the file has no other. `sliding_window` None: all tokens are attended to.
+    Without attention `num_heads`, `num_kv_heads` and `head_dim` are 0, without MLPs `intermediate_size`.
     """
 
     model_type: str
@@ -53,9 +85,21 @@ class ModelConfig:
     rope: RopeConfig
     tied: bool | None = None
     sliding_window: int | None = None
+    ssm: SSMConfig | None = None
+    ssm_layers: tuple[int, ...] = ()
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that have K and V."""
+        return self.num_layers - len(self.ssm_layers)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading channels of each head that are rotated."""
+        return int(self.head_dim * self.rope.partial)
 
 
-def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> Any:
+def number(values: Mapping[str, Any], key: str, default: float | None = None) -> Any:
     value = values.get(key)
     if value is None:
         value = default
@@ -64,29 +108,36 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
     return value
 
 
-def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
-    """From the content of a `config.json`. Raises `ModelFileError` naming what is missing or not supported."""
-    heads = int(_number(values, "num_attention_heads"))
-    hidden = int(_number(values, "hidden_size"))
-    context = int(_number(values, "max_position_embeddings", 2048))
-    activation = values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelFileError(f"The activation {activation!r} is not supported.")
+def config_from_json(values: Mapping[str, Any], partial_rotary: float = 1.0) -> ModelConfig:
+    """From the content of a `config.json`. Raises `ModelFileError` naming what is missing or not supported.
+
+    `partial_rotary` is the share of each head that the architecture rotates.
+    """
+    heads = int(number(values, "num_attention_heads"))
+    hidden = int(number(values, "hidden_size"))
+    context = int(number(values, "max_position_embeddings", 2048))
+    check_activation(values)
     return ModelConfig(
         model_type=str(values.get("model_type")),
-        num_layers=int(_number(values, "num_hidden_layers")),
+        num_layers=int(number(values, "num_hidden_layers")),
         hidden_size=hidden,
-        intermediate_size=int(_number(values, "intermediate_size")),
+        intermediate_size=int(number(values, "intermediate_size")),
         num_heads=heads,
-        num_kv_heads=int(_number(values, "num_key_value_heads", heads)),
-        head_dim=int(_number(values, "head_dim", hidden // max(heads, 1))),
-        vocab_size=int(_number(values, "vocab_size")),
+        num_kv_heads=int(number(values, "num_key_value_heads", heads)),
+        head_dim=int(number(values, "head_dim", hidden // max(heads, 1))),
+        vocab_size=int(number(values, "vocab_size")),
         max_position_embeddings=context,
-        rms_norm_eps=float(_number(values, "rms_norm_eps", 1e-6)),
-        rope=_rope_from_json(values, context),
+        rms_norm_eps=float(number(values, "rms_norm_eps", 1e-6)),
+        rope=_rope_from_json(values, context, partial_rotary),
         tied=values.get("tie_word_embeddings"),
         sliding_window=_window_from_json(values),
     )
+
+
+def check_activation(values: Mapping[str, Any]) -> None:
+    activation = values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelFileError(f"The activation {activation!r} is not supported.")
 
 
 def _window_from_json(values: Mapping[str, Any]) -> int | None:
@@ -97,18 +148,19 @@ def _window_from_json(values: Mapping[str, Any]) -> int | None:
     return int(window) if window and used else None
 
 
-def _rope_from_json(values: Mapping[str, Any], context: int) -> RopeConfig:
+def _rope_from_json(values: Mapping[str, Any], context: int, partial: float) -> RopeConfig:
     """Files since transformers 5 hold `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
     scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelFileError("Rotary settings that differ from layer to layer are not supported.")
-    if scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelFileError("Rotary embedding of a part of each head is not supported.")
+    if scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", partial)) != partial:
+        raise ModelFileError("Rotary embedding of such a part of each head is not supported.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     original = int(scaling.get("original_max_position_embeddings") or context)
     return checked_rope(
         RopeConfig(
             base=float(scaling.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            partial=partial,
             kind=str(kind),
             factor=float(scaling.get("factor") or context / original),
             original_context=original,
@@ -131,45 +183,45 @@ def config_from_gguf(metadata: Mapping[str, Any], vocab_size: int) -> ModelConfi
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if values.get("expert_count"):
         raise ModelFileError("Mixture-of-experts models are not supported.")
-    heads = int(_number(values, "attention.head_count"))
-    hidden = int(_number(values, "embedding_length"))
-    head_dim = int(_number(values, "attention.key_length", hidden // max(heads, 1)))
-    context = int(_number(values, "context_length", 2048))
-    if int(_number(values, "rope.dimension_count", head_dim)) != head_dim:
+    heads = int(number(values, "attention.head_count"))
+    hidden = int(number(values, "embedding_length"))
+    head_dim = int(number(values, "attention.key_length", hidden // max(heads, 1)))
+    context = int(number(values, "context_length", 2048))
+    if int(number(values, "rope.dimension_count", head_dim)) != head_dim:
         raise ModelFileError("Rotary embedding of a part of each head is not supported.")
-    if int(_number(values, "attention.value_length", head_dim)) != head_dim:
+    if int(number(values, "attention.value_length", head_dim)) != head_dim:
         raise ModelFileError("Values of another size than keys are not supported.")
     return ModelConfig(
         model_type=arch,
-        num_layers=int(_number(values, "block_count")),
+        num_layers=int(number(values, "block_count")),
         hidden_size=hidden,
-        intermediate_size=int(_number(values, "feed_forward_length")),
+        intermediate_size=int(number(values, "feed_forward_length")),
         num_heads=heads,
-        num_kv_heads=int(_number(values, "attention.head_count_kv", heads)),
+        num_kv_heads=int(number(values, "attention.head_count_kv", heads)),
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position_embeddings=context,
-        rms_norm_eps=float(_number(values, "attention.layer_norm_rms_epsilon", 1e-6)),
+        rms_norm_eps=float(number(values, "attention.layer_norm_rms_epsilon", 1e-6)),
         rope=_rope_from_gguf(values, context),
-        sliding_window=int(_number(values, "attention.sliding_window", 0)) or None,
+        sliding_window=int(number(values, "attention.sliding_window", 0)) or None,
     )
 
 
 def _rope_from_gguf(values: Mapping[str, Any], context: int) -> RopeConfig:
     """llama3 scaling is no kind of its own here: such files carry the divisors as a tensor (`rope_freqs`)."""
     kind = values.get("rope.scaling.type") or ("linear" if values.get("rope.scale_linear") else "none")
-    original = int(_number(values, "rope.scaling.original_context_length", context))
+    original = int(number(values, "rope.scaling.original_context_length", context))
     default_factor = float(values.get("rope.scale_linear") or 1.0)
     attention_factor = values.get("rope.scaling.attn_factor") or values.get("rope.scaling.yarn_attn_factor")
     return checked_rope(
         RopeConfig(
-            base=float(_number(values, "rope.freq_base", 10000.0)),
+            base=float(number(values, "rope.freq_base", 10000.0)),
             kind="default" if kind == "none" else str(kind),
-            factor=float(_number(values, "rope.scaling.factor", default_factor)),
+            factor=float(number(values, "rope.scaling.factor", default_factor)),
             original_context=original,
             attention_factor=None if attention_factor is None else float(attention_factor),
-            beta_fast=float(_number(values, "rope.scaling.yarn_beta_fast", 32.0)),
-            beta_slow=float(_number(values, "rope.scaling.yarn_beta_slow", 1.0)),
+            beta_fast=float(number(values, "rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(number(values, "rope.scaling.yarn_beta_slow", 1.0)),
         )
     )
 

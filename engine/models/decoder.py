@@ -1,4 +1,4 @@
-"""The Llama-type decoder: embedding, layers of attention and gated MLP, final norm, head."""
+"""The decoder: embedding, layers of a mixer and a gated MLP, final norm, head."""
 
 from __future__ import annotations
 
@@ -12,34 +12,46 @@ from torch import Tensor
 
 from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.ssm_state import SSMStatePool, SSMStateSpec
 from engine.models.attention import Attention, StepContext
 from engine.models.config import ModelConfig
 from engine.models.layers import Embedding, Linear, WeightFormat
+from engine.models.recurrence import Recurrence, state_spec
 from kernels.dispatch import Operations
 
 if TYPE_CHECKING:
-    from kernels.cpu.step import FusedLayers
-    from kernels.gpu.step import TritonLayers
+    from engine.models.fused import Fused
+
+
+Mixer = Attention | Recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """norm float [hidden]; `gate_up` yields gate, then up."""
+
+    norm: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms are float [hidden]; `gate_up` yields gate, then up."""
+    """What mixes tokens, with the norm before it (float [hidden]), and the MLP where the architecture has one."""
 
-    attn_norm: Tensor
-    attention: Attention
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mixer_norm: Tensor
+    mixer: Mixer
+    mlp: GatedMLP | None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.attention.qkv, self.attention.o, self.gate_up, self.down
+        return self.mixer.linears + (() if self.mlp is None else (self.mlp.gate_up, self.mlp.down))
 
     @property
     def nbytes(self) -> int:
-        norms = (self.attn_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
-        return sum(linear.nbytes for linear in self.linears) + sum(norm.nbytes for norm in norms if norm is not None)
+        own = self.mixer_norm.nbytes + self.mixer.nbytes
+        mlp = self.mlp
+        return own if mlp is None else own + mlp.norm.nbytes + mlp.gate_up.nbytes + mlp.down.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +82,6 @@ class DecoderWeights:
         return ", ".join(name for name, _ in sizes.most_common())
 
 
-def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
-    """The layers of a model in planes, for steps of any size."""
-    from kernels.gpu import step as gpu_step
-    from kernels.gpu.linear import PlaneLinear
-
-    layers = []
-    for layer in weights.layers:
-        qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, PlaneLinear))
-        norms = (layer.attn_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
-        layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms))
-    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    heads = gpu_step.Heads(*sizes, weights.inv_freq, weights.rope_scale)
-    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
-
-
-def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
-    """The layers of a model in blocks as one call for steps of few tokens."""
-    from kernels.cpu import step as cpu_step
-
-    layers = []
-    for layer in weights.layers:
-        qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, cpu_step.BlockLinear))
-        norms = (layer.attn_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
-        layers.append(cpu_step.LayerParts(qkv, o, gate_up, down, *norms))
-    return cpu_step.FusedLayers(
-        layers,
-        weights.norm,
-        weights.inv_freq,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        eps=config.rms_norm_eps,
-        rope_scale=weights.rope_scale,
-    )
-
-
-def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat) -> TritonLayers | FusedLayers | None:
-    """The layers as kernels of the weight format take them; None where they are run operation by operation."""
-    if fmt.planes:
-        return triton_layers(config, weights)
-    return cpu_layers(config, weights) if fmt.blocks else None
-
-
 class StepAbandoned(Exception):
     """Nobody wants the result of the step any more; what it stored lies past every `cache_pos`."""
 
@@ -127,6 +97,7 @@ class DecoderModel:
         device: torch.device,
         operations: Operations,
         warnings: tuple[str, ...] = (),
+        fused: Fused | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -137,7 +108,13 @@ class DecoderModel:
         self.weights = weights
         self._operations = operations
         self.replaced_kernels: tuple[str, ...] = ()
-        self._fused = fused_layers(config, weights, fmt)
+        self._runs_triton = fmt.planes
+        self._fused = fused
+
+    @property
+    def state_spec(self) -> SSMStateSpec | None:
+        """Shape of one sequence's recurrent state; None for a model that has none."""
+        return state_spec(self.config, self.dtype)
 
     @property
     def stays_on_device(self) -> bool:
@@ -145,35 +122,59 @@ class DecoderModel:
 
         The definitions in torch, which stand in for kernels that a card gets wrong, do.
         """
-        return self._fused is not None and self.device.type == "cuda" and not self.replaced_kernels
+        replaced = set(self.replaced_kernels) - {"sample"}
+        return self._fused is not None and self.device.type == "cuda" and not replaced
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the kernel that draws tokens runs where the logits are."""
+        return self._runs_triton and "sample" not in self.replaced_kernels
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None = None
+    ) -> Tensor:
         """Run int64 token_ids [T], storing their K and V; logits float32 [N, vocab] of `meta.logit_rows`."""
-        return self.head(self.hidden_states(token_ids, cache, meta)[meta.logit_rows])
+        return self.head(self.hidden_states(token_ids, cache, meta, states)[meta.logit_rows])
 
     @torch.inference_mode()
     def hidden_states(
-        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, abandoned: Callable[[], bool] = lambda: False
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        states: SSMStatePool | None = None,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> Tensor:
         """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token.
 
-        Where layers run one by one, raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
+        `states` holds the recurrent states of a model that has such, moved on by the step. Where layers run one by one,
+        raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
         """
         ops, config, weights = self._operations, self.config, self.weights
         if self._fused is not None and self._fused.fits(len(token_ids)):
             return self._fused(weights.embedding(token_ids), cache, meta)
-        cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
-        step = StepContext(ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype), cos, sin)
+        step = self._step_context(cache, meta, states)
         x = weights.embedding(token_ids)
         for layer in weights.layers:
             if abandoned():
                 raise StepAbandoned
-            normed = ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-            x += layer.attention(normed, step, config, ops)
-            normed = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-            x += layer.down(ops.swiglu(layer.gate_up(normed)))
+            x += layer.mixer(ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step, config, ops)
+            if layer.mlp is not None:
+                normed = ops.rms_norm(x, layer.mlp.norm, config.rms_norm_eps)
+                x += layer.mlp.down(ops.swiglu(layer.mlp.gate_up(normed)))
+        if states is not None and step.states is not None:
+            states.put_back(step.states)
         return ops.rms_norm(x, weights.norm, config.rms_norm_eps)
+
+    def _step_context(self, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None) -> StepContext:
+        ops, config, weights = self._operations, self.config, self.weights
+        plan = None
+        if config.num_attention_layers:
+            plan = ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype)
+        cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
+        batch = states.take(meta.state_slots) if states is not None else None
+        return StepContext(plan, cos, sin, batch, meta.cu_seqlens_q, max(meta.query_lens) == 1)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

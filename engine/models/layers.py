@@ -130,9 +130,9 @@ class WeightLoader:
         self.operations = operations
         self.shapes = source.shapes()
 
-    def vector(self, name: str) -> Tensor:
-        """A norm's weight, in the compute dtype."""
-        return _own(self.source.load(name), self.device, self.format.compute_dtype)
+    def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """What is no matrix, such as a norm's weight, in the compute dtype unless another is given."""
+        return _own(self.source.load(name), self.device, dtype or self.format.compute_dtype)
 
     def linear(self, *names: str) -> Linear:
         """One product for the matrices `name.weight` stacked along their outputs, with `name.bias` where there is."""

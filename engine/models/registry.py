@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,22 +10,27 @@ import torch
 from engine.errors import ModelFileError
 from engine.models.architecture import Architecture
 from engine.models.attention import Attention
-from engine.models.config import ModelConfig, config_from_gguf, config_from_json
-from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights
-from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightLoader, pick_format
+from engine.models.bamba import BAMBA
+from engine.models.config import ModelConfig, config_from_gguf
+from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights, GatedMLP, Mixer
+from engine.models.fused import fused_layers
+from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightFormat, WeightLoader, pick_format
 from engine.models.llama import LLAMA
+from engine.models.mamba2 import MAMBA2
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen3 import QWEN3
+from engine.models.recurrence import Recurrence
 from engine.models.rope import rope_frequencies
+from engine.models.shapes import check_shapes
 from engine.protocol import ProgressCallback
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
 from kernels.dispatch import operations, triton_runs_on
 
-__all__ = ["ARCHITECTURES", "DecoderModel", "load_model"]
+__all__ = ["ARCHITECTURES", "DecoderModel", "build_model", "load_model"]
 
-ARCHITECTURES = (LLAMA, QWEN2, QWEN3)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, MAMBA2, BAMBA)
 _LOADER_THREADS = 2
 
 
@@ -47,17 +51,29 @@ def load_model(
     Raises `ModelFileError`, one sentence, for what can't be read or run.
     """
     source: WeightSource = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
+    fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
+    return build_model(source, device, fmt, progress=progress, max_seq_len=max_seq_len)
+
+
+def build_model(
+    source: WeightSource,
+    device: torch.device,
+    fmt: WeightFormat,
+    *,
+    progress: ProgressCallback | None = None,
+    max_seq_len: int | None = None,
+) -> DecoderModel:
+    """The model of a source that is open, its matrices kept as `fmt` says; otherwise as `load_model`."""
     architecture, config = read_config(source)
     _check_window(config, max_seq_len)
     shapes = source.shapes()
     tied, warnings = _tied_head(source, config)
-    _check_shapes(shapes, architecture, config, tied)
-    table = operations(device)
-    fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
+    check_shapes(shapes, architecture, config, tied)
+    table = operations(device, fmt.planes)
     loader = WeightLoader(source, device, fmt, table)
     weights = _load_weights(loader, architecture, config, tied, progress)
     source.release()
-    return DecoderModel(config, weights, fmt, device, table, warnings)
+    return DecoderModel(config, weights, fmt, device, table, warnings, fused_layers(config, weights, fmt))
 
 
 def read_config(source: WeightSource) -> tuple[Architecture, ModelConfig]:
@@ -69,11 +85,13 @@ def read_config(source: WeightSource) -> tuple[Architecture, ModelConfig]:
         name = source.metadata.get("model_type")
         found = [a for a in ARCHITECTURES if name in a.model_types]
     if not found:
-        known = ", ".join(a.name for a in ARCHITECTURES)
-        raise ModelFileError(f"The model's architecture {str(name)!r} is not supported; {known} are.")
+        known = ", ".join(a.name for a in ARCHITECTURES if source.kind != "gguf" or a.gguf_names)
+        elsewhere = source.kind == "gguf" and any(name in a.model_types for a in ARCHITECTURES)
+        place = " in GGUF files" if elsewhere else ""
+        raise ModelFileError(f"The model's architecture {str(name)!r} is not supported{place}; {known} are.")
     if source.kind == "gguf":
         return found[0], config_from_gguf(source.metadata, source.shapes().get("embed.weight", (0,))[0])
-    return found[0], config_from_json(source.metadata)
+    return found[0], found[0].read_json(source.metadata)
 
 
 def _check_window(config: ModelConfig, max_seq_len: int | None) -> None:
@@ -95,52 +113,6 @@ def _tied_head(source: WeightSource, config: ModelConfig) -> tuple[bool, tuple[s
     return bool(config.tied) or same, ()
 
 
-def _expected_shapes(
-    architecture: Architecture, config: ModelConfig, tied: bool
-) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """(name, shape, whether it must be there) of each tensor that is used."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "embed.weight", (config.vocab_size, hidden), True
-    yield "norm.weight", (hidden,), True
-    if not tied:
-        yield "head.weight", (config.vocab_size, hidden), True
-    for layer in range(config.num_layers):
-        prefix = f"layers.{layer}."
-        yield prefix + "attn_norm.weight", (hidden,), True
-        yield prefix + "mlp_norm.weight", (hidden,), True
-        for name, rows, columns in (
-            ("q", q, hidden),
-            ("k", kv, hidden),
-            ("v", kv, hidden),
-            ("o", hidden, q),
-            ("gate", inner, hidden),
-            ("up", inner, hidden),
-            ("down", hidden, inner),
-        ):
-            yield f"{prefix}{name}.weight", (rows, columns), True
-            yield f"{prefix}{name}.bias", (rows,), architecture.qkv_bias and name in "qkv"
-        if architecture.qk_norm:
-            yield prefix + "q_norm.weight", (config.head_dim,), True
-            yield prefix + "k_norm.weight", (config.head_dim,), True
-
-
-def _check_shapes(
-    shapes: dict[str, tuple[int, ...]], architecture: Architecture, config: ModelConfig, tied: bool
-) -> None:
-    if config.num_layers < 1 or config.num_kv_heads < 1 or config.num_heads % config.num_kv_heads:
-        raise ModelFileError("The model's configuration has impossible layer or head counts.")
-    missing = []
-    for name, shape, required in _expected_shapes(architecture, config, tied):
-        found = shapes.get(name)
-        if found is None and required:
-            missing.append(name)
-        if found is not None and found != shape:
-            raise ModelFileError(f"The model's tensor {name} has shape {list(found)}, not {list(shape)}.")
-    if missing:
-        raise ModelFileError(f"The model file lacks {len(missing)} tensors, the first is {missing[0]}.")
-
-
 def _load_weights(
     loader: WeightLoader,
     architecture: Architecture,
@@ -150,12 +122,12 @@ def _load_weights(
 ) -> DecoderWeights:
     """Layers are converted by a few threads: most of the time goes into single-threaded code that frees the GIL."""
     divisors = loader.source.load("rope.divisors").float() if "rope.divisors" in loader.shapes else None
-    inv_freq, scale = rope_frequencies(config.rope, config.head_dim, divisors)
+    inv_freq, scale = rope_frequencies(config.rope, config.rotary_dim, divisors)
     layers = []
     embedding = loader.embedding("embed.weight")
     with ThreadPoolExecutor(_LOADER_THREADS) as pool:
         head_job = pool.submit(_load_head, loader, embedding, tied)
-        jobs = [pool.submit(_load_layer, loader, architecture, i) for i in range(config.num_layers)]
+        jobs = [pool.submit(_load_layer, loader, architecture, config, i) for i in range(config.num_layers)]
         for job in jobs:
             layers.append(job.result())
             if progress is not None:
@@ -179,18 +151,46 @@ def _load_head(loader: WeightLoader, embedding: Embedding, tied: bool) -> Linear
     return loader.linear("embed" if tied else "head")
 
 
-def _load_layer(loader: WeightLoader, architecture: Architecture, layer: int) -> DecoderLayer:
+def _load_layer(loader: WeightLoader, architecture: Architecture, config: ModelConfig, layer: int) -> DecoderLayer:
     prefix = f"layers.{layer}."
-    return DecoderLayer(
-        attn_norm=loader.vector(prefix + "attn_norm.weight"),
-        attention=Attention(
-            layer=layer,
-            qkv=loader.linear(prefix + "q", prefix + "k", prefix + "v"),
-            o=loader.linear(prefix + "o"),
-            q_norm=loader.vector(prefix + "q_norm.weight") if architecture.qk_norm else None,
-            k_norm=loader.vector(prefix + "k_norm.weight") if architecture.qk_norm else None,
-        ),
-        mlp_norm=loader.vector(prefix + "mlp_norm.weight"),
-        gate_up=loader.linear(prefix + "gate", prefix + "up"),
-        down=loader.linear(prefix + "down"),
+    before = sum(1 for other in config.ssm_layers if other < layer)
+    mixer: Mixer
+    if layer in config.ssm_layers:
+        mixer = _load_recurrence(loader, config, prefix, before)
+    else:
+        mixer = _load_attention(loader, architecture, prefix, layer - before)
+    mlp = None
+    if architecture.mlp:
+        mlp = GatedMLP(
+            norm=loader.vector(prefix + "mlp_norm.weight"),
+            gate_up=loader.linear(prefix + "gate", prefix + "up"),
+            down=loader.linear(prefix + "down"),
+        )
+    return DecoderLayer(loader.vector(prefix + "attn_norm.weight"), mixer, mlp)
+
+
+def _load_attention(loader: WeightLoader, architecture: Architecture, prefix: str, kv_layer: int) -> Attention:
+    return Attention(
+        layer=kv_layer,
+        qkv=loader.linear(prefix + "q", prefix + "k", prefix + "v"),
+        o=loader.linear(prefix + "o"),
+        q_norm=loader.vector(prefix + "q_norm.weight") if architecture.qk_norm else None,
+        k_norm=loader.vector(prefix + "k_norm.weight") if architecture.qk_norm else None,
+    )
+
+
+def _load_recurrence(loader: WeightLoader, config: ModelConfig, prefix: str, state_layer: int) -> Recurrence:
+    assert config.ssm is not None
+    bias = prefix + "conv.bias"
+    return Recurrence(
+        layer=state_layer,
+        sizes=config.ssm,
+        in_proj=loader.linear(prefix + "in_proj"),
+        out_proj=loader.linear(prefix + "out_proj"),
+        conv_weight=loader.vector(prefix + "conv.weight").squeeze(1),
+        conv_bias=loader.vector(bias) if bias in loader.shapes else None,
+        A=-loader.vector(prefix + "a_log", torch.float32).exp(),
+        D=loader.vector(prefix + "d", torch.float32),
+        dt_bias=loader.vector(prefix + "dt_bias", torch.float32),
+        norm=loader.vector(prefix + "ssm_norm.weight"),
     )

@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.sampling import processors
 from engine.sampling.params import SamplingParams, check_vocabulary
 
+_NUMBERS_AHEAD = 64  # making a generator takes 30 times as long as a number does
+
 LogitsHook = Callable[[Tensor, Sequence[int]], Tensor]
 """Gets one row of logits float32 [V] and the reply's ids so far; returns the row to go on with."""
 
@@ -24,7 +26,13 @@ def fresh_seed() -> int:
 
 def uniform(seed: int, count: int) -> float:
     """The random number in [0, 1) of a reply's token `count`: counter-based, so it depends on nothing else."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=count)).random())
+    return _uniforms(seed, count, 1)[0]
+
+
+def _uniforms(seed: int, first: int, number: int) -> list[float]:
+    """Those of `number` tokens that follow each other. A value of the counter gives four numbers; one is used."""
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=first))
+    return [float(value) for value in generator.random(4 * number)[::4]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,11 @@ class SampledTokens:
 
 
 class SamplingState:
-    """What the sampler keeps of one request: settings, seed, the tokens so far."""
+    """What the sampler keeps of one request: settings, seed, the tokens so far.
+
+    `seen` bool [V] (prompt and reply) is there if the repetition penalty is not neutral, `counts` int32 [V] (reply) if
+    one of the other two is not.
+    """
 
     def __init__(
         self,
@@ -60,25 +72,35 @@ class SamplingState:
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.hooks = tuple(hooks)
         self.reply_ids: list[int] = []
-        self._seen: Tensor | None = None
-        self._counts: Tensor | None = None
+        self._numbers: list[float] = []
+        self._numbers_from = 0
+        self.seen: Tensor | None = None
+        self.counts: Tensor | None = None
         if params.repetition_penalty != 1.0:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[[token_id for token_id in set(prompt_ids) if token_id < vocab_size]] = True
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[[token_id for token_id in set(prompt_ids) if token_id < vocab_size]] = True
         if params.presence_penalty or params.frequency_penalty:
-            self._counts = torch.zeros(vocab_size, dtype=torch.int32)
+            self.counts = torch.zeros(vocab_size, dtype=torch.int32)
 
     @property
     def generated_count(self) -> int:
         return len(self.reply_ids)
+
+    def next_uniform(self) -> float:
+        """The random number of the token to come."""
+        index = self.generated_count - self._numbers_from
+        if not 0 <= index < len(self._numbers):
+            index, self._numbers_from = 0, self.generated_count
+            self._numbers = _uniforms(self.seed, self._numbers_from, _NUMBERS_AHEAD)
+        return self._numbers[index]
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the token is simply the largest logit."""
         return (
             self.params.temperature == 0
-            and self._seen is None
-            and self._counts is None
+            and self.seen is None
+            and self.counts is None
             and not self.params.logit_bias
             and not self.hooks
         )
@@ -86,20 +108,20 @@ class SamplingState:
     def accept(self, token_id: int) -> None:
         """Count a token into the reply."""
         self.reply_ids.append(token_id)
-        if self._seen is not None:
-            self._seen[token_id] = True
-        if self._counts is not None:
-            self._counts[token_id] += 1
+        if self.seen is not None:
+            self.seen[token_id] = True
+        if self.counts is not None:
+            self.counts[token_id] += 1
 
     def adjust(self, row: Tensor) -> Tensor:
         """Penalties, bias and hooks on one row float32 [V]; the row itself is left alone."""
         params = self.params
-        if self._seen is not None:
-            self._seen = self._seen.to(row.device)
-            row = processors.apply_repetition_penalty(row, self._seen, params.repetition_penalty)
-        if self._counts is not None:
-            self._counts = self._counts.to(row.device)
-            row = processors.apply_count_penalties(row, self._counts, params.presence_penalty, params.frequency_penalty)
+        if self.seen is not None:
+            self.seen = self.seen.to(row.device)
+            row = processors.apply_repetition_penalty(row, self.seen, params.repetition_penalty)
+        if self.counts is not None:
+            self.counts = self.counts.to(row.device)
+            row = processors.apply_count_penalties(row, self.counts, params.presence_penalty, params.frequency_penalty)
         if params.logit_bias:
             row = processors.apply_logit_bias(row, params.logit_bias)
         for hook in self.hooks:
@@ -159,7 +181,7 @@ def _draw(row: Tensor, state: SamplingState) -> int:
     weights = torch.exp(logits.double()).cpu().numpy()
     # In the order of ids: the draw is the same whatever order a sort would give to equal logits.
     cumulative = np.cumsum(weights)
-    wanted = uniform(state.seed, state.generated_count) * cumulative[-1]
+    wanted = state.next_uniform() * cumulative[-1]
     index = int(np.searchsorted(cumulative, wanted, side="right"))
     last = int(np.flatnonzero(weights)[-1])
     return int(ids[min(index, last)])

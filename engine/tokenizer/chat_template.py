@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -90,6 +91,12 @@ class ChatTemplate:
         if name not in _BUNDLED:
             raise InvalidRequest(f"There is no chat template {name!r}; there are {', '.join(_BUNDLED)}.")
         return cls(name, ("{{ bos_token }}" if starts_with_bos else "") + _BUNDLED[name], special_tokens)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of all that decides what is rendered."""
+        text = repr((self.source, sorted(self._special_tokens.items())))
+        return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
 
     def render(self, messages: Sequence[Mapping[str, str]], date: datetime, add_generation_prompt: bool) -> str:
         """Text of a conversation. `date` is all that the template can learn of the time. Raises `InvalidRequest`."""

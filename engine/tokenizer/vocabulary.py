@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -41,6 +42,12 @@ class Vocabulary:
         self.cut_pattern = _any_of([t.content for t in control.values() if not (t.lstrip or t.single_word)])
         self.adds_bos = self.encode("a", add_special_tokens=True)[:1] == [tokenizer.bos_token_id]
         self.encode_segment = lru_cache(_SEGMENTS_KEPT)(self._encode_segment)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the whole tokenizer: vocabulary, merges, normalisation, control tokens."""
+        with self._lock:
+            return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:32]
 
     # -- text to ids ------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,37 @@ _NAMES = {
     "layers.{i}.up.bias": ("model.layers.{i}.mlp.up_proj.bias", "blk.{i}.ffn_up.bias"),
     "layers.{i}.down.bias": ("model.layers.{i}.mlp.down_proj.bias", "blk.{i}.ffn_down.bias"),
 }
-_FROM_SAFETENSORS = {names[0]: canonical for canonical, names in _NAMES.items()}
+# Other names in safetensors files, of architectures with Mamba-2 layers.
+_RECURRENT = {
+    "backbone.embedding.weight": "embed.weight",
+    "backbone.embeddings.weight": "embed.weight",
+    "backbone.norm_f.weight": "norm.weight",
+    "model.final_layernorm.weight": "norm.weight",
+    "backbone.layers.{i}.norm.weight": "layers.{i}.attn_norm.weight",
+    "model.layers.{i}.pre_ff_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    **{
+        f"model.layers.{{i}}.feed_forward.{name}_proj.{kind}": f"layers.{{i}}.{name}.{kind}"
+        for name in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
+    **{
+        f"{mixer}.{theirs}": f"layers.{{i}}.{ours}"
+        for mixer in ("backbone.layers.{i}.mixer", "model.layers.{i}.mamba")
+        for theirs, ours in (
+            ("in_proj.weight", "in_proj.weight"),
+            ("in_proj.bias", "in_proj.bias"),
+            ("out_proj.weight", "out_proj.weight"),
+            ("out_proj.bias", "out_proj.bias"),
+            ("conv1d.weight", "conv.weight"),
+            ("conv1d.bias", "conv.bias"),
+            ("norm.weight", "ssm_norm.weight"),
+            ("A_log", "a_log"),
+            ("D", "d"),
+            ("dt_bias", "dt_bias"),
+        )
+    },
+}
+_FROM_SAFETENSORS = {names[0]: canonical for canonical, names in _NAMES.items()} | _RECURRENT
 _FROM_GGUF = {names[1]: canonical for canonical, names in _NAMES.items()}
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 

@@ -17,11 +17,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import step as _registers_the_ops  # noqa: F401
+from kernels.gpu import causal_conv, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
 from kernels.gpu.paged_decode import workspace_shapes
+from kernels.gpu.sample import scratch_width
 from kernels.kv_format import KV_FORMATS, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
+from kernels.reference.sampling import SETTINGS
 from kernels.registry import OPS, use_reference
 
 log = logging.getLogger("kvscope.kernels")
@@ -58,7 +60,7 @@ def check(device: torch.device, dtype: torch.dtype, kept: Path | None) -> tuple[
 def _key(device: torch.device, dtype: torch.dtype) -> str:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted((*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("tuned.json"))):
         digest.update(source.read_bytes())
     return " ".join((card, str(dtype), torch.__version__, triton.__version__, digest.hexdigest()[:16]))
 
@@ -81,22 +83,23 @@ def _failing(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _agrees(name: str, arguments: list[Any], written: Tensor) -> bool:
-    """Run launcher and reference on the same inputs; both write `written`."""
-    before = written.clone()
+    """Run launcher and reference on the same inputs; both write `written`, and some a state or other arguments too."""
+    before = [(tensor, tensor.clone()) for tensor in (written, *arguments) if isinstance(tensor, Tensor)]
     try:
         OPS[name].launcher(*arguments)
         found = written.clone()
     except Exception as error:  # the compiler and the driver have errors of their own
         log.warning("The kernel %s can't be launched: %s", name, " ".join(str(error).split())[:120])
         return False
-    written.copy_(before)
+    for tensor, kept in before:
+        tensor.copy_(kept)
     OPS[name].reference(*arguments)
     expected, found = written.float(), found.float()
     return bool(((found - expected).abs() <= TOLERANCE * expected.abs().max()).all())
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Small inputs for every op that a decoder runs."""
+    """Small inputs for every op that a decoder and its sampler run."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -107,6 +110,8 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield "swiglu", [normal(3, 1024), out], out
     yield from _products(device, normal)
     yield from _attention(device, normal)
+    yield from _sampling(device)
+    yield from _recurrence(device, normal)
 
 
 def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
@@ -132,6 +137,23 @@ def _random_weight(kind: str, device: torch.device) -> PackedWeight:
     scales = torch.full((96, blocks.shape[1], 2 if fmt.has_min else 1), 1e-3, dtype=torch.float16)
     blocks[..., fmt.scale_at : fmt.scale_at + 2 * scales.shape[-1]] = scales.view(torch.uint8)
     return pack(blocks.view(96, -1).to(device), kind, 512)
+
+
+def _recurrence(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
+    """Two sequences, of one token and of five; a state's last axis is no power of 2."""
+    starts = torch.tensor([0, 1, 6], dtype=torch.int32, device=device)
+    state, out = normal(2, 160, 3), normal(6, 160)
+    convolved = [state, starts, normal(6, 160), normal(160, 4), normal(160), out]
+    yield "causal_conv", convolved, out
+    yield "causal_conv", convolved, state
+    heads, sizes = [normal(4).float() for _ in range(3)], (4, 40, 48)
+    A, D, bias = -heads[0].exp(), *heads[1:]
+    for name, tokens, begin in (("ssm_step", 2, []), ("ssm_chunk", 6, [starts])):
+        state, out = normal(2, *sizes).float(), normal(tokens, *sizes[:2])
+        B, C = normal(tokens, 2, sizes[2]), normal(tokens, 2, sizes[2])
+        run = [state, *begin, normal(tokens, *sizes[:2]), normal(tokens, 4), A, B, C, D, bias, 0.0, 10.0, out]
+        yield name, run, out
+        yield name, run, state
 
 
 def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
@@ -160,3 +182,20 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     out = normal(total, HEADS, HEAD_DIM)
     chunk = [normal(total, HEADS, HEAD_DIM), starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
     yield "paged_prefill", [*chunk, *cache, out], out
+
+
+def _sampling(device: torch.device) -> Iterator[Case]:
+    """A greedy row and a drawn one, penalised, over two chunks; what they count shows the tokens. Logits are whole
+    numbers and the random number lies far from any border between tokens, so that rounding decides nothing."""
+    vocab_size = 5000
+    logits = (torch.arange(2.0 * vocab_size).reshape(2, vocab_size) * 3) % 997
+    row = {"top_p": 1.0, "repetition_penalty": 1.5, "presence_penalty": 2.0, "biased": 1.0}
+    drawn = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "uniform": 0.45}
+    rows = [row | {"state_row": 1.0}, row | drawn]
+    settings = torch.tensor([[asked.get(name, 0.0) for name in SETTINGS] for asked in rows], dtype=torch.float64)
+    seen, bias = torch.zeros(2, vocab_size, dtype=torch.bool), torch.zeros(2, vocab_size)
+    counts, scratch = seen.int(), torch.zeros(2, scratch_width(vocab_size), dtype=torch.int64)
+    seen[:, ::3], counts[:, ::5], bias[:, 1::7] = True, 1, 4.0
+    tensors = [logits, settings, seen, counts, bias, scratch, torch.zeros(2, dtype=torch.int64)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    yield "sample", [*tensors, False], tensors[3]

@@ -148,7 +148,7 @@ def store_kv_kernel(
     else:
         slot = tl.load(slots + token)
         head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
-        wanted = (head < KV) & (slot >= 0)
+        wanted = head < tl.where(slot >= 0, KV, 0)
         slot = tl.maximum(slot, 0)
         k = _load_heads(source + (H + head) * D, wanted, k_norm, eps, cos, sin, D, DP, K_NORM, ROTATE_KEYS)
         v = _load_heads(source + (H + KV + head) * D, wanted, k_norm, eps, cos, sin, D, DP, False, False)

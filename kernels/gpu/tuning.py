@@ -1,15 +1,22 @@
 """Launch parameters by kernel and compute capability: a table, because nothing is tuned while the app runs.
 
 Values follow from registers and shared memory of the compiled code (two resident programs per multiprocessor, no
-spills) and from 128-bit loads; `STAGES` above 1 needs cp.async, which sm_75 does not have.
+spills) and from 128-bit loads; `STAGES` above 1 needs cp.async, which sm_75 does not have. Rows that were measured on a
+card (`python -m benchmarks.tune`) lie in `tuned.json`, {kernel: {capability: values}}, and go before these.
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import triton
 
 CAPABILITIES = (75, 80, 86, 89, 90, 120)
 
+TUNED = Path(__file__).with_name("tuned.json")
 _TABLE: dict[tuple[str, int], dict[str, int]] = {}
 
 
@@ -24,6 +31,31 @@ def launch_params(kernel: str, capability: int) -> dict[str, int]:
     """
     known = [row for name, row in _TABLE if name == kernel and row <= capability]
     return dict(_TABLE[kernel, max(known, default=CAPABILITIES[0])])
+
+
+def kernels() -> list[str]:
+    """All names in the table."""
+    return sorted({kernel for kernel, _ in _TABLE})
+
+
+@contextmanager
+def trying(kernel: str, capability: int, values: Mapping[str, int]) -> Iterator[None]:
+    """Inside, `kernel` is launched with `values` on cards of `capability`, which must not be older than the table."""
+    key = kernel, capability
+    before = _TABLE.get(key)
+    _TABLE[key] = dict(values)
+    try:
+        yield
+    finally:
+        del _TABLE[key]
+        if before is not None:
+            _TABLE[key] = before
+
+
+def read_tuned(path: Path) -> dict[tuple[str, int], dict[str, int]]:
+    """The measured rows; none where there is no such file."""
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    return {(kernel, int(card)): values for kernel, cards in rows.items() for card, values in cards.items()}
 
 
 def capability() -> int:
@@ -118,3 +150,5 @@ _add("sample", CAPABILITIES, CHUNK=4096, num_warps=8)
 _add("ssm_step", CAPABILITIES, BLOCK_P=16, num_warps=4)
 _add("ssm_chunk", CAPABILITIES, BLOCK_P=16, num_warps=4)
 _add("causal_conv", CAPABILITIES, BLOCK_T=8, BLOCK_C=128, num_warps=4)
+
+_TABLE.update(read_tuned(TUNED))

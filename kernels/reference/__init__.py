@@ -1,6 +1,6 @@
 """Every operation in plain torch: the definitions that faster kernels are compared with.
 
-`decoder` holds the decoder's own operations as people run them on a CPU; `paged` those of the cache's kernels.
+`decoder` and `recurrence` hold operations as people run them on a CPU; `paged` and `ssm` those of the kernels.
 """
 
 from kernels.reference.decoder import (

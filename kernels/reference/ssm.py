@@ -81,3 +81,13 @@ def causal_conv_reference(
             total = total + bias.float()[:, None]
         out[starts[i] : starts[i + 1]] = F.silu(total).T.to(out.dtype)
         state[i] = inputs[:, inputs.shape[1] - state.shape[2] :]
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """x, gate [T, n] -> x * silu(gate), each of the groups' n / groups channels normed by itself, * weight [n].
+
+    Computed in float32, returned in x's dtype.
+    """
+    gated = (x.float() * F.silu(gate.float())).view(len(x), groups, -1)
+    normed = F.rms_norm(gated, gated.shape[-1:], None, eps)
+    return (normed.view(x.shape) * weight.float()).to(x.dtype)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,10 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["--block-size", "0"], ["--block-size"]),
         (["--kv-budget", "lots"], ["--kv-budget", "2GiB"]),
         (["--kv-budget", "-1GiB"], ["--kv-budget"]),
+        (["--kv-budget", "0"], ["--kv-budget"]),
+        (["--snapshot-limit", "-1"], ["--snapshot-limit"]),
+        (["--snapshot-limit", "0.0"], ["--snapshot-limit"]),
+        (["--ram-limit", "some"], ["--ram-limit", "2GiB"]),
         (["--device", "tpu"], ["--device", "tpu"]),
         (["--nonsense"], ["--nonsense"]),
         (["--window", "5"], ["--window", "not available"]),
@@ -178,6 +184,53 @@ def test_from_start_to_a_signal_in_mid_reply(tmp_path, model):
     reply = store.branch(session_id).messages[-1]
     assert reply.status == "complete" and reply.finish_reason in ("cancelled", "length") and reply.content
     store.close()
+
+
+def ask(url: str, method: str, path: str, body: object = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method)) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def started(data: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The app, and its address once it is ready; killed at the end."""
+    process = subprocess.Popen(
+        command("--port", 0, "--device", "cpu", "--max-seq-len", 512, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(data),
+    )
+    try:
+        yield process, process.stdout.readline().split()[2]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_killed_app_goes_on_with_the_cache_it_had(tmp_path, model):
+    """C25, C31: after a restart the cache was empty, or shown as restored while the whole prompt was computed."""
+    data, turn = tmp_path / "data", {"content": "x" * 200, "params": {"ignore_eos": True, "max_tokens": 20}}
+    with started(data, "--model", model) as (process, url):
+        session, gone = (ask(url, "POST", "/api/sessions")["id"] for _ in range(2))
+        for session_id in (session, gone):
+            before = ask(url, "POST", f"/api/sessions/{session_id}/messages", turn)["kvscope"]
+            assert ask(url, "POST", f"/api/sessions/{session_id}/snapshot")["tokens"] == before["cache_pos"] > 200
+        process.kill()
+    with closing(SessionStore(data / "kvscope.db")) as store:
+        store.delete(gone)
+    with started(data, "--model", model) as (process, url):
+        assert ask(url, "GET", f"/api/sessions/{session}/cache")["cache_pos"] == before["cache_pos"]
+        after = ask(url, "POST", f"/api/sessions/{session}/messages", {**turn, "content": "go on"})["kvscope"]
+        assert after["reused_tokens"] >= before["cache_pos"] - 16 and after["miss"] is None
+        assert ask(url, "GET", "/api/memory")["kv_disk"] > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert [path.name for path in (data / "snapshots").iterdir()] == [session], "what belongs to no session goes"
+    manifest = json.loads((data / "snapshots" / session / "manifest.json").read_text())
+    assert manifest["cache_pos"] == after["cache_pos"], "a clean end writes what is not yet on disk"
 
 
 def test_a_load_that_fails_is_one_sentence(tmp_path, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 
 import pytest
 
@@ -70,6 +71,45 @@ def test_senseless_probes_are_told_what_would_make_sense(client, session_id, que
     assert words in assert_error(client.get(f"/api/sessions/{session_id}/cache/probe?{query}"), 400)["message"]
 
 
+def test_snapshot_now_and_what_is_on_disk(client, engine, session_id):
+    path = f"/api/sessions/{session_id}/snapshot"
+    for method in ("GET", "POST"):
+        assert_error(client.request(method, path), 404)
+        assert_error(client.request(method, f"/api/sessions/{uuid.uuid4()}/snapshot"), 404)
+        assert_error(client.request(method, "/api/sessions/../snapshot/x/snapshot"), 404)
+        assert_error(client.request(method, "/api/sessions/not-an-id/snapshot"), 400)
+    stats = send(client, session_id)["kvscope"]
+    written = client.post(path).json()
+    assert written["tokens"] == stats["cache_pos"] and written["bytes"] > 0 and written["age_s"] >= 0
+    assert set(written["fingerprint"]) >= {"weights", "KV format"} and client.get(path).json() == written
+    client.delete(f"/api/sessions/{session_id}")
+    assert engine.stored_sessions() == []
+    assert_error(client.get(path), 404)
+
+
+def test_a_session_that_is_answering_can_not_be_written(client, engine, session_id):
+    engine._busy.add(session_id)
+    assert_error(client.post(f"/api/sessions/{session_id}/snapshot"), 409)
+
+
+def test_a_session_deleted_while_the_model_loads_leaves_no_snapshot(client, chat, engine, session_id):
+    send(client, session_id)
+    engine.snapshot(session_id)
+    engine.state = "loading"
+    assert client.delete(f"/api/sessions/{session_id}").status_code == 200
+    assert engine.stored_sessions() == []
+
+
+def test_snapshots_of_sessions_that_are_gone_are_dropped(client, chat, engine, session_id):
+    other = str(client.post("/api/sessions").json()["id"])
+    for session in (session_id, other):
+        send(client, session)
+        engine.snapshot(session)
+    chat.store.delete(other)
+    chat.forget_orphans()
+    assert engine.stored_sessions() == [session_id]
+
+
 def test_memory(client, engine):
     assert "kv_used" in client.get("/api/memory").json()
     engine.state = "loading"
@@ -91,6 +131,8 @@ def test_metrics_are_prometheus_text(client, engine):
     assert samples['kvscope_tokens_total{kind="generated"}'] == 6
     assert samples['kvscope_ttft_seconds_bucket{le="+Inf"}'] == samples["kvscope_ttft_seconds_count"] == 2
     assert samples["kvscope_up"] == 1
+    assert samples["kvscope_kv_fragmentation"] == 0.25 and samples["kvscope_kv_empty_bytes"] == 250
+    assert [samples[f'kvscope_kv_bytes{{place="{place}"}}'] for place in ("reserved", "ram", "disk")] == [1000, 30, 40]
     engine.state = "stopped"
     assert "kvscope_up 0" in client.get("/metrics").text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def begin(
     settings = SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **params})
     request = GenerateRequest(prompt, settings, session, beams=BeamParams(num_beams, penalty))
     stream = QueueStream(request.request_id, lambda: loop.cancel(request.request_id))
-    loop.start(request, stream, lambda: None)
+    loop.start(request, stream, lambda: None, time.perf_counter())
     return stream
 
 
@@ -199,9 +200,9 @@ def test_a_beam_that_is_not_finite_ends_its_turn_alone(monkeypatch):
     execute = loop.runner.execute
 
     def broken(batch, *arguments):
-        result = execute(batch, *arguments)
-        spoiled = [item.sequence is not turn.beams[1] for item in batch.items]
-        return type(result)(result.logits, tuple(spoiled))
+        tokens = execute(batch, *arguments)
+        tokens.finite[:] = [item.sequence is not turn.beams[1] for item in batch.items]
+        return tokens
 
     monkeypatch.setattr(loop.runner, "execute", broken)
     loop.step()

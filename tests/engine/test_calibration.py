@@ -18,6 +18,7 @@ from engine.loader import assemble
 from engine.models.registry import DecoderModel, load_model
 from engine.replay import Replay
 from kernels.kv_format import KV_FORMATS
+from tests.support.engines import loaded_model
 from tests.support.tiny_models import save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 
@@ -111,11 +112,13 @@ def test_greedy_text_does_not_get_stuck_on_a_token(hard, kv_format):
     assert runs[1] <= max(20, runs[0])
 
 
-def test_replay_in_chunks_is_one_go(hard, monkeypatch):
-    spec = empty_cache(hard, "fp32").spec
-    whole = Replay(hard, spec, 300).extend(IDS, logits=300)
+@pytest.mark.parametrize("kind", ["qwen2", "bamba", "mamba2"])
+def test_replay_in_chunks_is_one_go(kind, monkeypatch):
+    model = loaded_model(kind)
+    spec = replace(empty_cache(model, "fp32").spec, num_layers=model.config.num_attention_layers)
+    whole = Replay(model, spec, 301).extend(IDS, logits=300)
     monkeypatch.setattr("engine.replay.REPLAY_CHUNK", 48)
-    chunked = Replay(hard, spec, 300)
+    chunked = Replay(model, spec, 301)
     parts = torch.cat((chunked.extend(IDS[:100], logits=100), chunked.extend(IDS[100:], logits=200)))
     torch.testing.assert_close(parts, whole, atol=2e-4, rtol=0)
     assert chunked.extend([5], logits=1).shape == (1, 271) and chunked.sequence.cache_pos == 301

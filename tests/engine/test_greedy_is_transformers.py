@@ -63,7 +63,7 @@ def test_random_models_of_every_architecture(kind, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for path in (save_gguf(reference, tmp_path / "m.gguf"), save_safetensors(reference, tmp_path / "folder")):
         model = load_model(path, torch.device("cpu"), "float32")
-        config = EngineConfig(data_dir=tmp_path, block_size=4, kv_budget=2**24)
+        config = EngineConfig(data_dir=tmp_path, block_size=4, kv_budget=2**24, snapshot_limit=0)
         engine = LocalEngine(config, lambda c, model=model: assemble(c, model, tokenizer, kind))
         engine.start()
         engine.wait_ready(30)
@@ -97,7 +97,8 @@ def file(default_model: ModelSource) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(file: Path) -> Iterator[RecordingEngine]:
-    engine = RecordingEngine(EngineConfig(file.parent, str(file), device="cpu", dtype="float32", block_size=BLOCK))
+    config = EngineConfig(file.parent, str(file), device="cpu", dtype="float32", block_size=BLOCK, snapshot_limit=0)
+    engine = RecordingEngine(config)
     engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(120)

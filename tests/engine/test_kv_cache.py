@@ -92,3 +92,46 @@ def test_workspace_is_reused_and_counted():
     assert cache.workspace("gathered", (4, 10), torch.float16).dtype == torch.float16
     cache.shrink(0)
     assert cache.workspace_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_exported_blocks_come_back_bit_for_bit(dtype, scaled):
+    cache = make_cache(dtype)
+    cache.grow(9)
+    generator = torch.Generator().manual_seed(0)
+    for extent in cache.extents:
+        extent.copy_(torch.randn(extent.shape, generator=generator))
+        if scaled:
+            cache.scale_extents.append(torch.randn(extent.shape[0], 2, 1, 4, 2, 1, generator=generator))
+    names = {"data", "scales"} if scaled else {"data"}
+    before = [[extent.clone() for extent in store] for store in (cache.extents, cache.scale_extents)]
+    tensors = cache.export_blocks([8, 1, 5])
+    assert set(tensors) == names and tensors["data"].shape == (3, *cache.spec.block_shape)
+    cache.extents[1].fill_(7)
+    assert torch.equal(tensors["data"][2], before[0][1][2]), "an export is a copy"
+    cache.extents[1].copy_(before[0][1])
+    cache.import_blocks([2, 4, 7], tensors)
+    for store, old in zip((cache.extents, cache.scale_extents), before, strict=True):
+        for block in range(9) if store else ():
+            source = {2: 8, 4: 1, 7: 5}.get(block, block)
+            assert torch.equal(store[block // 3][block % 3], old[source // 3][source % 3])
+
+
+def test_blocks_of_another_cache_are_refused_before_anything_is_written():
+    cache, other = make_cache(), make_cache(torch.float16)
+    cache.grow(3)
+    other.grow(3)
+    cache.extents[0].fill_(7)
+    good = cache.export_blocks([1, 2])
+    wrong = [
+        other.export_blocks([1, 2]),
+        {"data": good["data"][:1]},
+        {"data": good["data"][..., :2]},
+        {},
+        {**good, "scales": good["data"]},
+    ]
+    for tensors in wrong:
+        with pytest.raises(ValueError, match="not blocks of this cache"):
+            cache.import_blocks([1, 2], tensors)
+    assert bool((cache.extents[0] == 7).all())

@@ -185,7 +185,7 @@ def test_bad_values_end_the_turn_and_roll_back_to_its_start(engine):
     session_id, other = str(uuid.uuid4()), str(uuid.uuid4())
     first = reply(engine, session_id=session_id)
     prompt = (*PROMPT, *first.token_ids, *b"next")
-    vector = engine._need_parts().model.weights.layers[1].attn_norm
+    vector = engine._need_parts().model.weights.layers[1].mixer_norm
     kept = vector.clone()
     with torch.inference_mode():
         vector[3] = float("nan")
@@ -384,7 +384,7 @@ def test_a_failed_load_is_told_to_whoever_waits():
     def load(_):
         raise ModelFileError("There is no such model.")
 
-    engine = LocalEngine(EngineConfig(data_dir=None), load)
+    engine = LocalEngine(EngineConfig(data_dir=None, snapshot_limit=0), load)
     engine.start()
     with pytest.raises(ModelFileError):
         engine.wait_ready(10)

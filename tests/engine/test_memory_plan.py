@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from engine.config import EngineConfig
-from engine.errors import ModelFileError
+from engine.errors import ConfigError, ModelFileError
 from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.ssm_state import SSMStateSpec
+from engine.loader import assemble
 from engine.memory_plan import (
     ModelSizes,
     human_bytes,
@@ -30,6 +33,7 @@ from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
 from kernels.kv_format import KV_FORMATS
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
+from tests.support.tiny_tokenizer import chat_tokenizer
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -64,9 +68,9 @@ def test_prediction_and_allocation_agree(kv_format):
     assert predicted == pytest.approx(cache.reserved_bytes, rel=0.05)
 
 
-def plan(**changes):
+def plan(sizes=SIZES, **changes):
     settings = {"kv_format": "fp16", "block_size": 16, "kv_budget": 2**30, "available": 2**31, "total_device": 2**32}
-    return plan_memory(SIZES, **{**settings, **changes})
+    return plan_memory(sizes, **{**settings, **changes})
 
 
 def test_the_context_is_cut_down_to_the_budget():
@@ -89,6 +93,66 @@ def test_what_does_not_fit_is_known_before_loading(changes):
 def test_a_longer_context_costs_its_tokens_and_no_more():
     short, long = plan(max_seq_len=1024), plan(max_seq_len=2048)
     assert long.needed - short.needed == 1024 * 32768
+
+
+def test_half_the_layers_recurrent_halve_the_kv_cache_and_add_a_constant():
+    """16 layers, 8 KV heads of 64, half of them Mamba-2 with 32 heads of 64 x 128 and a convolution of 4 taps."""
+    state = SSMStateSpec(8, (2048 + 2 * 128, 3), (32, 64, 128), torch.float16)
+    assert state.nbytes == 8 * (4 * 32 * 64 * 128 + 2 * 3 * 2304)
+    hybrid = replace(SIZES, num_layers=8, state_bytes=state.nbytes)
+    for kv_format, per_token in (("fp16", 16 * 1024), ("int8", 8 * 1024 + 8 * 8 * 4)):
+        short = plan(hybrid, kv_format=kv_format, max_seq_len=4096)
+        long = plan(hybrid, kv_format=kv_format, max_seq_len=32768)
+        assert short.kv_bytes_per_token == per_token and short.state_bytes == long.state_bytes == state.nbytes
+        assert long.needed - short.needed == (32768 - 4096) * per_token
+        assert short.needed - short.weights - short.workspace == (4096 + 16) * per_token + state.nbytes
+        assert short.fits and long.fits
+
+
+def test_without_attention_the_context_costs_nothing():
+    recurrent = replace(SIZES, num_layers=0, num_kv_heads=0, head_dim=0, state_bytes=20 * MIB)
+    planned = plan(recurrent)
+    assert (planned.max_seq_len, planned.kv_total, planned.kv_bytes_per_token) == (131072, 0, 0)
+    assert planned.fits and planned.state_budget == 51 * 20 * MIB
+    assert plan(recurrent, max_seq_len=1024).needed == planned.needed
+    assert not plan(recurrent, kv_budget=19 * MIB).fits
+    table = plan_table(planned, model="m", device="cpu", dtype="float16", kv_format="fp16")
+    assert "20.0 MiB (20971520 bytes) per session" in table
+
+
+def test_states_take_at_most_half_of_the_budget_where_there_are_keys_and_values():
+    hybrid = replace(SIZES, num_layers=8, state_bytes=20 * MIB)
+    planned = plan(hybrid)
+    assert planned.state_budget == 25 * 20 * MIB
+    assert planned.max_seq_len == kv_tokens(2**30 - planned.state_budget, 16 * 1024, 16)
+    assert plan(hybrid, kv_budget=2**34, available=2**35).state_budget == 64 * 20 * MIB
+    assert not plan(hybrid, kv_budget=39 * MIB).fits
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "bamba"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plan_and_allocation_of_recurrent_models_agree(tmp_path: Path, kind, dtype):
+    """Weights, the context's length, and the state of a session, from the header and as they really are."""
+    path = save_safetensors(tiny_model(kind), tmp_path)
+    config = EngineConfig(tmp_path, str(path), device="cpu", dtype=dtype, kv_budget=MIB)
+    planned = plan_model(config).plan
+    model = load_model(path, torch.device("cpu"), dtype)
+    parts = assemble(config, model, chat_tokenizer(), kind)
+    assert planned.weights == pytest.approx(model.weight_bytes, rel=0.01)
+    assert planned.max_seq_len == parts.max_seq_len
+    assert planned.kv_bytes_per_token == parts.cache.spec.bytes_per_token
+    parts.cache.grow(-(-parts.max_seq_len // 16) + 1 if planned.kv_bytes_per_token else 1)
+    parts.states.take((1,))
+    assert planned.kv_total == parts.cache.reserved_bytes and planned.state_bytes == parts.states.reserved_bytes
+    assert planned.state_budget == (parts.state_slots - 1) * planned.state_bytes
+    assert planned.kv_total + planned.state_budget <= MIB
+
+
+def test_a_budget_below_one_state_is_refused(tmp_path: Path):
+    path = save_safetensors(tiny_model("mamba2"), tmp_path)
+    model = load_model(path, torch.device("cpu"), "float32")
+    with pytest.raises(ConfigError, match=r"^The KV budget does not hold one state of 30\.8 KiB; raise --kv-budget\.$"):
+        assemble(EngineConfig(tmp_path, str(path), kv_budget=30 * 1024), model, chat_tokenizer(), "m")
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-bias", "mistral", "qwen2", "qwen3"])

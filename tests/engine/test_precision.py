@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from engine import precision
+from engine import precision, replay
 from engine.errors import ContextOverflow, EngineStopped, InvalidRequest
 from engine.jobs import Jobs, run_through
 from engine.protocol import GenerateRequest, PrecisionQuery, TokenDelta
@@ -46,12 +48,12 @@ def coarse(engine: RecordingEngine, kv_format: str, ids: tuple[int, ...], greedy
     """The same from a cache in few bits, in one go."""
     parts = engine._parts
     spec = replace(parts.cache.spec, format=KV_FORMATS[kv_format])
-    replay = Replay(parts.model, spec, len(ids) + greedy, parts.cache.balance)
+    again = Replay(parts.model, spec, len(ids) + greedy, parts.cache.balance)
     with torch.inference_mode():
-        logits = replay.extend(ids, len(ids))
+        logits = again.extend(ids, len(ids))
         text = [int(logits[-1].argmax())]
         while len(text) < greedy:
-            text.append(int(replay.extend(text[-1:])[-1].argmax()))
+            text.append(int(again.extend(text[-1:])[-1].argmax()))
     return logits, text
 
 
@@ -119,31 +121,26 @@ def test_streams_run_on_unchanged_while_a_comparison_is_under_way():
         engine.close()
 
 
-def test_a_comparison_takes_one_bounded_slice_after_each_step(engine):
+def test_a_comparison_takes_one_bounded_slice_after_each_step(engine, monkeypatch):
     """Never more than a mixed step's tokens at a time, and a step of the streams between any two."""
-    loop, limits = engine._loop, engine._parts.limits
     order: list[tuple[str, int]] = []
-    execute, forward = loop.runner.execute, engine._parts.model.forward
 
-    def step(batch, *arguments):
-        order.append(("step", batch.token_count))
-        return execute(batch, *arguments)
+    def noting(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def note(batch, *arguments):
+            order.append((kind, batch.token_count))
+            return plain(batch, *arguments)
 
-    def piece(ids, *arguments):
-        order.append(("piece", len(ids)))
-        return forward(ids, *arguments)
+        return note
 
-    loop.runner.execute, engine._parts.model.forward = step, piece
-    try:
-        stream = engine.generate(GenerateRequest(IDS[:10], replace(LONG, max_tokens=400)))
-        next(iter(stream))
-        engine.compare_precision(PrecisionQuery(IDS, 10))
-        stream.cancel()
-        list(stream)
-    finally:
-        loop.runner.execute, engine._parts.model.forward = execute, forward
+    monkeypatch.setattr(engine._loop.runner, "execute", noting("step", engine._loop.runner.execute))
+    monkeypatch.setattr(replay, "build_metadata", noting("piece", replay.build_metadata))
+    stream = engine.generate(GenerateRequest(IDS[:10], replace(LONG, max_tokens=400)))
+    next(iter(stream))
+    engine.compare_precision(PrecisionQuery(IDS, 10))
+    stream.cancel()
+    list(stream)
     pieces = [index for index, (kind, _) in enumerate(order) if kind == "piece"]
-    assert len(pieces) > 60 and max(order[index][1] for index in pieces) <= limits.mixed_batch_tokens
+    assert len(pieces) > 60 and max(order[index][1] for index in pieces) <= engine._parts.limits.mixed_batch_tokens
     assert all(order[index - 1][0] == "step" for index in pieces)
 
 
@@ -198,15 +195,21 @@ def test_what_makes_no_sense_is_refused(engine, query):
         engine.compare_precision(query)
 
 
-def test_closing_the_engine_ends_a_comparison():
+def test_a_model_without_keys_and_values_has_none_to_compare():
+    engine = tiny_engine(kind="mamba2")
+    try:
+        with pytest.raises(InvalidRequest, match="no keys and values"):
+            engine.compare_precision(PrecisionQuery(IDS))
+    finally:
+        engine.close()
+
+
+def test_closing_the_engine_ends_a_comparison(monkeypatch):
     engine = tiny_engine()
     caught: list[BaseException] = []
     begun = threading.Event()
-    forward = engine._parts.model.forward
-
-    def noted(*arguments):
-        begun.set()
-        return forward(*arguments)
+    plain = replay.build_metadata
+    monkeypatch.setattr(replay, "build_metadata", lambda *arguments: (begun.set(), plain(*arguments))[1])
 
     def ask() -> None:
         try:
@@ -215,15 +218,11 @@ def test_closing_the_engine_ends_a_comparison():
         except EngineStopped as error:
             caught.append(error)
 
-    engine._parts.model.forward = noted
-    try:
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert begun.wait(30)
-        engine.close()
-        asking.join(30)
-    finally:
-        engine._parts.model.forward = forward
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert begun.wait(30)
+    engine.close()
+    asking.join(30)
     assert len(caught) == 1 and not asking.is_alive()
 
 

@@ -1,8 +1,9 @@
 """The product's promise: whatever was done to a conversation, the next reply is that of a fresh run over the same ids.
 
 A state machine sends, edits, regenerates, undoes, forks, stops, deletes, switches branches and restarts, over real
-SQLite files and real engines on a pool so small that sessions evict each other. After every turn the same prompt runs
-on an engine with an empty cache: same ids, same log probabilities.
+SQLite files and real engines on a pool so small that sessions displace each other, to RAM and disk, whence they come
+back after a restart too. After every turn the same prompt runs on an engine with an empty cache: same ids, same log
+probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.protocol import Finished, GenerateRequest, TokenDelta
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.protocol import Event, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from sessions.store import SessionStore
 from tests.support.engines import RecordingEngine, run, tiny_engine
@@ -39,8 +41,21 @@ TOLERANCE = {"fp32": 1e-3, "int8": 0.02, "int4": 0.2}
 
 
 @cache
-def fresh_engine(kv_format: str) -> RecordingEngine:
-    return tiny_engine(context=160, max_seq_len=160, kv_format=kv_format)
+def fresh_engine(kind: str, kv_format: str) -> RecordingEngine:
+    return tiny_engine(kind=kind, context=160, max_seq_len=160, kv_format=kv_format)
+
+
+def fresh_run(kind: str, kv_format: str, request: GenerateRequest) -> list[Event]:
+    """The request on an engine that has computed nothing before."""
+    engine = fresh_engine(kind, kv_format)
+    engine._call(lambda: forget_all(engine._steps().prefix_cache))
+    return run(engine, GenerateRequest(request.prompt_ids, request.params))
+
+
+def forget_all(prefixes: PrefixCache) -> None:
+    prefixes.evict(10_000)
+    if prefixes.checkpoints is not None:
+        prefixes.checkpoints.evict(10_000)
 
 
 def logprobs(events) -> list[float]:
@@ -49,7 +64,9 @@ def logprobs(events) -> list[float]:
 
 class Conversations(RuleBasedStateMachine):
     sessions = Bundle("sessions")
+    kind = "llama"
     kv_format = "fp32"
+    states: int | None = None
 
     @initialize()
     def open(self) -> None:
@@ -58,7 +75,17 @@ class Conversations(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.store = SessionStore(Path(self.folder.name) / "chats.db")
-        self.engine = tiny_engine(context=160, max_seq_len=160, blocks=70, kv_format=self.kv_format)
+        self.engine = tiny_engine(
+            kind=self.kind,
+            context=160,
+            max_seq_len=160,
+            blocks=70,
+            states=self.states,
+            kv_format=self.kv_format,
+            data_dir=Path(self.folder.name),
+            snapshot_limit=2**20,
+            ram_limit=2**17,
+        )
         self.chat = ChatService(self.store, self.engine)
 
     def teardown(self) -> None:
@@ -77,10 +104,7 @@ class Conversations(RuleBasedStateMachine):
         view = turn.wait(2**62, timeout_s=30)
         assert view.done and view.error is None, view.error
         request = self.engine.requests[-1]
-        engine = fresh_engine(self.kv_format)
-        engine._call(lambda: engine._steps().prefix_cache.evict(10_000))
-        fresh_request = GenerateRequest(request.prompt_ids, request.params)
-        events = run(engine, fresh_request)
+        events = fresh_run(self.kind, self.kv_format, request)
         fresh = events[-1]
         assert isinstance(fresh, Finished) and fresh.stats.reused_tokens == 0
         if view.finish_reason == "cancelled":
@@ -93,8 +117,11 @@ class Conversations(RuleBasedStateMachine):
         report = self.engine.inspect(turn.session_id)
         history = [*request.prompt_ids, *view.token_ids]
         assert report["token_ids"] == history[: report["cache_pos"]]
-        # A turn stopped early may not have run all of its prompt; half characters leave the history as text.
-        if view.finish_reason != "cancelled" and "\ufffd" not in view.text:
+        # A turn stopped early may not have run all of its prompt; half characters leave the history as text, and what
+        # a stop string takes away takes a recurrent state with it.
+        if self.states is not None and request.params.stop:
+            assert report["cache_pos"] in (0, len(history) - 1, *report["state"]["checkpoints"])
+        elif view.finish_reason != "cancelled" and "\ufffd" not in view.text:
             assert report["cache_pos"] >= len(history) - 1
         assert all(report["invariants"].values()), report["invariants"]
 
@@ -166,9 +193,23 @@ class Conversations(RuleBasedStateMachine):
             self.engine.check_integrity()
 
 
+class HybridConversations(Conversations):
+    """Attention and recurrence; the states of a handful of sessions fit, so checkpoints come and go."""
+
+    kind = "bamba"
+    states = 6
+
+
+class RecurrentConversations(Conversations):
+    """Nothing but recurrence; there is hardly more than the state that is being used."""
+
+    kind = "mamba2"
+    states = 3
+
+
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -183,3 +224,7 @@ class Int4Conversations(Conversations):
 TestInt8Conversations, TestInt4Conversations = Int8Conversations.TestCase, Int4Conversations.TestCase
 for case in (TestInt8Conversations, TestInt4Conversations):
     case.settings = settings(TestConversations.settings, max_examples=6)
+TestHybridConversations = HybridConversations.TestCase
+TestHybridConversations.settings = settings(TestConversations.settings, max_examples=8)
+TestRecurrentConversations = RecurrentConversations.TestCase
+TestRecurrentConversations.settings = settings(TestConversations.settings, max_examples=8)

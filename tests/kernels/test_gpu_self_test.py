@@ -34,6 +34,21 @@ def test_every_kernel_passes_and_the_result_is_kept(tmp_path: Path) -> None:
     assert list(json.loads(kept.read_text()).values()) == [[]]
 
 
+def test_what_a_kernel_makes_of_a_state_is_not_what_the_definition_starts_from(monkeypatch) -> None:
+    """A wrong result, a wrong state, and a right kernel, which moves the state on before the definition is asked."""
+    step = [case for case in self_test.cases(CPU, torch.float32) if case[0] == "ssm_step"]
+    right = OPS["ssm_step"].launcher
+    assert len(step) == 2 and all(self_test._agrees(*case) for case in step)
+    for wrong in (0, -1):
+
+        def launcher(*arguments, wrong=wrong) -> None:
+            right(*arguments)
+            arguments[wrong][0, 0] += 9
+
+        monkeypatch.setattr(OPS["ssm_step"], "launcher", launcher)
+        assert [self_test._agrees(*case) for case in step] == [wrong == 0, wrong == -1]
+
+
 def test_a_wrong_kernel_is_replaced_told_of_and_remembered(tmp_path: Path, caplog) -> None:
     kept, right = tmp_path / "kernels.json", OPS["swiglu"].launcher
 

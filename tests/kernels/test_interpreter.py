@@ -23,6 +23,12 @@ def _kernel(x_ptr, out_ptr):
     tl.store(out_ptr, _plus(tl.load(x_ptr), 1) * 4)
 
 
+@triton.jit
+def _masked_kernel(x_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, at, mask=(at < 3) & (tl.load(x_ptr) >= 0))
+
+
 def _run(value: int) -> int:
     x, out = torch.tensor([value], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     _kernel[(1,)](x, out)
@@ -40,3 +46,9 @@ def test_overflow_of_32_bits_is_an_error_where_asked_for() -> None:
         assert _run(3) == 52
         with pytest.raises(InterpreterError, match="overflow"):
             _run(2**28)
+
+
+def test_a_mask_of_numbers_is_an_error_whatever_the_version() -> None:
+    """Triton 3.9 refused a mask that 3.7 took: a comparison of scalars in it had turned it into int64."""
+    with pytest.raises(InterpreterError, match="boolean"):
+        _masked_kernel[(1,)](torch.ones(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))

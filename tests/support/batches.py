@@ -15,7 +15,9 @@ from kernels.kv_format import KV_FORMATS
 BLOCK_SIZE = 4
 
 
-def make_metadata(items: Sequence[tuple[int, int, list[int]]], block_size: int = BLOCK_SIZE) -> AttentionMetadata:
+def make_metadata(
+    items: Sequence[tuple[int, int, list[int]]], block_size: int = BLOCK_SIZE, state_slots: tuple[int, ...] = ()
+) -> AttentionMetadata:
     """Metadata of sequences given as (tokens cached before, tokens of this step, block table); all rows wanted."""
     positions = [p for start, count, _ in items for p in range(start, start + count)]
     slots = [
@@ -36,6 +38,7 @@ def make_metadata(items: Sequence[tuple[int, int, list[int]]], block_size: int =
         logit_rows=torch.arange(len(positions)),
         query_lens=lens,
         context_lens_host=contexts,
+        state_slots=state_slots,
     )
 
 
@@ -48,7 +51,9 @@ def make_cache(
 ) -> KVCache:
     """A cache for `model` filled with NaN, so that whatever is read before it is written shows."""
     config = model.config
-    spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, KV_FORMATS[kv_format])
+    spec = KVCacheSpec(
+        config.num_attention_layers, config.num_kv_heads, config.head_dim, block_size, KV_FORMATS[kv_format]
+    )
     cache = KVCache(spec, model.device, extent_bytes=blocks_per_extent * spec.block_bytes)
     cache.grow(blocks)
     for extent in (*cache.extents, *cache.scale_extents):

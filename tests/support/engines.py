@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache.spec import KVCacheSpec
-from engine.loader import assemble
+from engine.loader import EngineParts, assemble
 from engine.local import LocalEngine, QueueStream
 from engine.models.registry import DecoderModel, load_model
 from engine.protocol import Event, GenerateRequest
 from engine.tokenizer import ChatTokenizer
-from kernels.kv_format import KV_FORMATS
 from tests.support.tiny_models import save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 
@@ -47,31 +46,38 @@ class RecordingEngine(LocalEngine):
         return super().generate(request)
 
 
-def tiny_engine(
+def tiny_parts(
     *,
     kind: str = "llama",
     template: str | None = None,
     tokenizer: ChatTokenizer | None = None,
     blocks: int | None = None,
+    states: int | None = None,
     context: int = 512,
     name: str = "tiny",
+    model: DecoderModel | None = None,
     **config: Any,
-) -> RecordingEngine:
-    """A started engine; `blocks` is the size of the pool (null block included)."""
+) -> tuple[EngineConfig, Callable[[EngineConfig], EngineParts]]:
+    """A configuration and what loads its parts; `blocks` and `states` are the sizes of its pools (null block and null
+    slot included)."""
     tokenizer = tokenizer or chat_tokenizer(template)
-    model = loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
-    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4, **config}
-    if blocks is not None:
-        spec = KVCacheSpec(
-            model.config.num_layers,
-            model.config.num_kv_heads,
-            model.config.head_dim,
-            settings["block_size"],
-            KV_FORMATS[settings["kv_format"]],
-        )
-        settings["kv_budget"] = blocks * spec.block_bytes
-    configuration = EngineConfig(data_dir=Path("unused"), **settings)
-    engine = RecordingEngine(configuration, lambda c: assemble(c, model, tokenizer, name))
+    held = model or loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
+    settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4}
+    settings |= {"data_dir": Path("unused"), "snapshot_limit": 0, **config}
+    configuration = EngineConfig(**settings)
+
+    def load(config: EngineConfig) -> EngineParts:
+        parts = assemble(config, held, tokenizer, name, f"{kind} weights")
+        limit = parts.max_blocks if blocks is None else blocks
+        parts.cache.max_blocks = limit
+        return replace(parts, max_blocks=limit, state_slots=parts.state_slots if states is None else states)
+
+    return configuration, load
+
+
+def tiny_engine(**options: Any) -> RecordingEngine:
+    """A started engine; options are those of `tiny_parts`."""
+    engine = RecordingEngine(*tiny_parts(**options))
     engine.requests, engine.script = [], []
     engine.start()
     engine.wait_ready(30)

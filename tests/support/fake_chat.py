@@ -140,6 +140,8 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.caches: dict[str, list[int]] = {}
         self.warnings: list[str] = []
+        self.away: dict[str, Any] | None = None
+        self.refused: str | None = None
         self.state = "ok"
 
     def status(self) -> str:
@@ -160,6 +162,9 @@ class FakeEngine:
         cached = self.caches.get(session_id, [])
         self.caches[new_session_id] = cached[: _common(cached, list(token_ids))]
 
+    def stored_sessions(self) -> list[str]:
+        return []
+
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._need_ok()
         count = len(self.caches.get(session_id, []))
@@ -175,6 +180,7 @@ class FakeEngine:
             "block_size": BLOCK, "block_table": [block["id"] for block in blocks], "blocks": blocks,
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
             "kv_ratio": 2.5 if count else None,
+            "away": self.away, "refused": self.refused,
             "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True},
         }  # fmt: skip
 
@@ -201,7 +207,8 @@ class FakeEngine:
         self._need_ok()
         used = sum(len(ids) for ids in self.caches.values()) * 23040
         return {
-            "weights": 141 << 20, "kv_used": used, "kv_reserved": max(used, 32 << 20), "kv_ram": 32 << 20, "kv_disk": 0,
+            "weights": 141 << 20, "kv_used": used, "kv_reserved": max(used, 32 << 20), "kv_ram": 32 << 20,
+            "kv_disk": 5 << 20, "kv_empty": 3 << 20, "fragmentation": 0.1,
             "workspace": 4 << 20, "allocator_slack": 210 << 20, "other_processes": 3 << 30, "total_device": 16 << 30,
             "free_device": 11 << 30, "process_rss": 412 << 20, "ram_total": 16 << 30, "ram_available": 11 << 30,
             "blocks_used": 9, "blocks_free": 200, "block_bytes": 368640, "sessions": {},

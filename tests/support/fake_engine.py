@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError
+from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError, NotFound
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
     Event,
@@ -45,6 +45,7 @@ class FakeEngine:
         self.state = "ok"
         self.fail_with: KVScopeError | None = None
         self.caches: dict[str | None, list[int]] = {}
+        self.snapshots: dict[str, dict[str, Any]] = {}
         self.requests: list[GenerateRequest] = []
         self.finished: list[str] = []
         self.counters = EngineMetrics()
@@ -74,10 +75,36 @@ class FakeEngine:
 
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
+        self.snapshots.pop(session_id, None)
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         cached = list(self.caches.get(session_id, ()))
         self.caches[new_session_id] = cached[: _common(cached, token_ids)]
+
+    def snapshot(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        if session_id in self._busy:
+            raise Conflict("This session is still answering.")
+        if session_id in self.caches:
+            tokens = len(self.caches[session_id])
+            fingerprint = {"weights": self.name, "KV format": "fp32"}
+            self.snapshots[session_id] = {
+                "session_id": session_id, "bytes": 100 + tokens, "tokens": tokens, "fingerprint": fingerprint,
+                "created_at": time.time(), "age_s": 0.0, "refused": None,
+            }  # fmt: skip
+        return self.snapshot_info(session_id)
+
+    def snapshot_info(self, session_id: str) -> dict[str, Any]:
+        if session_id not in self.snapshots:
+            raise NotFound("There is no snapshot of this session.")
+        return self.snapshots[session_id]
+
+    def restore(self, session_id: str) -> int:
+        self._check()
+        return len(self.caches.get(session_id, ()))
+
+    def stored_sessions(self) -> list[str]:
+        return list(self.snapshots)
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._check()
@@ -109,7 +136,10 @@ class FakeEngine:
 
     def metrics(self) -> dict[str, Any]:
         self._check()
-        return {**self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0}
+        return {
+            **self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0,
+            "kv_reserved_bytes": 1000, "kv_empty_bytes": 250, "kv_ram_bytes": 30, "kv_disk_bytes": 40,
+        }  # fmt: skip
 
     def capabilities(self) -> dict[str, Any]:
         self._check()
@@ -122,6 +152,8 @@ class FakeEngine:
             "bytes_per_token": 1024,
             "vocab_size": size,
             "warnings": [],
+            "snapshots": True,
+            "snapshot_limit": 1 << 30,
         }
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,23 @@ def call_device_functions_directly() -> None:
 
     interpreter.InterpretedFunction.__call__ = call
     _set_overflow_checks(False)
+    _refuse_masks_that_are_numbers()
+
+
+def _refuse_masks_that_are_numbers() -> None:
+    """A comparison of scalars, broadcast, keeps its operands' type here; from Triton 3.9 on that fails as a mask."""
+    builder = interpreter.InterpreterBuilder
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        setattr(builder, name, _with_boolean_mask(getattr(builder, name), place))
+
+
+def _with_boolean_mask(access: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[place].data.dtype != bool:
+            raise TypeError(f"A mask must be boolean, not {args[place].data.dtype}.")
+        return access(self, *args, **kwargs)
+
+    return checked
 
 
 @contextmanager

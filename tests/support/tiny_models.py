@@ -46,11 +46,41 @@ KINDS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
 }
 
+_MAMBA2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 32,
+    "state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
+_BAMBA: dict[str, Any] = {
+    **_SIZES,
+    "num_hidden_layers": 4,
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+RECURRENT_KINDS = {
+    "mamba2": ("Mamba2Config", _MAMBA2),
+    "mamba2-bias": ("Mamba2Config", {**_MAMBA2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}),
+    "bamba": ("BambaConfig", _BAMBA),
+    "bamba-bias": ("BambaConfig", {**_BAMBA, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
+}
+"""Architectures with Mamba-2 layers; there are no GGUF files of them here."""
+
 
 def tiny_model(kind: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A random float32 model; weights are large enough for every part to matter, norms and biases are not neutral."""
-    config_name, settings = KINDS[kind]
-    config = getattr(transformers, config_name)(**{**_SIZES, **settings, **changes})
+    if kind in RECURRENT_KINDS:
+        config_name, settings = RECURRENT_KINDS[kind]
+    else:
+        config_name, settings = KINDS[kind][0], {**_SIZES, **KINDS[kind][1]}
+    config = getattr(transformers, config_name)(**{**settings, **changes})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from ui.panel import Selection
+from tests.support.chats import tiny_chat
+from ui.panel import PanelSource, Selection
 
 
 def with_panel(page, **query):
@@ -29,6 +30,15 @@ def test_sections_show_what_the_engine_says(page):
     assert panel["turn"]["finish_reason"] == "stop" and panel["turn"]["seed"] == 7
     assert panel["turn"]["max_new_tokens"] == 2048 - panel["turn"]["prompt_tokens"]
     assert panel["memory"]["weights"] == 141 << 20
+
+
+def test_what_is_kept_outside_the_pool_is_told(page):
+    page.send("Hello there")
+    page.until_idle()
+    engine = page.chat.engine
+    engine.away = {"tier": "disk", "tokens": 1234}
+    cache = with_panel(page)["cache"]
+    assert cache["away"] == {"tier": "disk", "tokens": 1234} and cache["refused"] is None
 
 
 def test_effective_max_new_tokens_follow_the_setting(page):
@@ -98,6 +108,20 @@ def _query(layer: int, head: int):
 def test_a_chat_not_stored_yet_has_model_and_memory(page):
     panel = with_panel(page)
     assert panel["model"]["bytes_per_token"] == 23040 and panel["cache"] is None and panel["blocks"] == []
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("mamba2", False), ("bamba", True)])
+def test_a_recurrent_model_shows_its_state_and_what_keys_it_has(tmp_path, kind, blocks):
+    with tiny_chat(tmp_path, kind=kind) as chat:
+        session = chat.store.create().id
+        chat.say(session, "Hello there, how are you?")
+        panel = PanelSource(chat.service).read(Selection(session, layer=7, head=7))
+        assert len(panel["blocks"]) == (-(-panel["cache"]["cache_pos"] // 4) if blocks else 0)
+        assert (len(panel["head"]), len(panel["tail"])) == ((10, 10) if blocks else (0, 0))
+        state = panel["cache"]["state"]
+        assert state["bytes"] == panel["model"]["state_bytes"] and state["last"][-1] == panel["cache"]["cache_pos"]
+        assert state["count"] == 2 and panel["memory"]["state_reserved"] == 2 * state["bytes"]
+        assert ("formula" in panel["model"]) == blocks
 
 
 def test_readings_arrive_during_a_reply_without_the_chat(page):

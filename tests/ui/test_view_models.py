@@ -60,6 +60,22 @@ def test_the_price_of_a_token_adds_up():
     assert section["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
 
 
+def test_a_recurrent_model_has_a_state_and_only_with_attention_a_price_per_token():
+    capabilities = {"kv_format": "fp16", "num_layers": 0, "num_kv_heads": 0, "head_dim": 0, "bytes_per_token": 0}
+    section = view_models.model_section(capabilities | {"state_layers": 64, "state_bytes": 1000})
+    assert "formula" not in section and (section["state_layers"], section["state_bytes"]) == (64, 1000)
+
+
+def test_the_last_checkpoints_are_shown():
+    report = dict.fromkeys(
+        ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused"), 0
+    )
+    assert "state" not in view_models.cache_section(report | {"state": None})
+    state = {"layers": 2, "bytes": 9, "slot": 3, "checkpoints": [8, 20, 24, 40, 48]}
+    section = view_models.cache_section(report | {"state": state})
+    assert section["state"] == {"bytes": 9, "count": 5, "last": [20, 24, 40, 48]}
+
+
 def test_a_miss_names_both_tokens():
     miss = {"position": 7, "cause": "edit", "cached_token": 1, "wanted_token": None, "tokens_lost": 30}
     section = view_models.turn_section(STATS | {"miss": miss}, False, 99, lambda token_id: f"<{token_id}>")
@@ -104,3 +120,8 @@ def test_signatures_name_values():
     assert view_models.signature({"a": 1, "b": [2]}) == view_models.signature({"b": [2], "a": 1})
     assert view_models.signature({"a": 1}) != view_models.signature({"a": 2})
     assert view_models.signature("half \ud800") == view_models.signature("half \ud800")
+
+
+def test_blocks_outside_the_pool_are_no_cells():
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu"}
+    assert view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}]) == [[4, 0, 16, 2]]

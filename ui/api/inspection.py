@@ -1,4 +1,5 @@
-"""Routes that look: health, chat template (which may be changed), tokens of a text, cache, memory, counters."""
+"""Routes that look: health, chat template (which may be changed), tokens of a text, cache, its snapshot (which may be
+written), memory, counters."""
 
 from __future__ import annotations
 
@@ -47,6 +48,16 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     async def cache(session_id: str) -> Response:
         session_id = await _known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.inspect, session_id))
+
+    @api.post("/api/sessions/{session_id}/snapshot")
+    async def write_snapshot(session_id: str) -> Response:
+        session_id = await _known_session(chat, session_id)
+        return Json(await asyncio.to_thread(chat.engine.snapshot, session_id))
+
+    @api.get("/api/sessions/{session_id}/snapshot")
+    async def snapshot(session_id: str) -> Response:
+        session_id = await _known_session(chat, session_id)
+        return Json(await asyncio.to_thread(chat.engine.snapshot_info, session_id))
 
     @api.get("/api/sessions/{session_id}/cache/probe")
     async def probe(

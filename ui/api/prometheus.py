@@ -23,6 +23,14 @@ def metrics_text(report: Mapping[str, Any] | None) -> str:
     lines += _histogram("kvscope_token_seconds", "Time between two tokens of a reply.", report["token_seconds"])
     blocks = [(_label("state", state), report[f"blocks_{state}"]) for state in ("used", "free")]
     lines += _family("kvscope_blocks", "gauge", "Blocks of the KV cache.", blocks)
+    kv_bytes = [(_label("place", place), report[f"kv_{place}_bytes"]) for place in ("reserved", "ram", "disk")]
+    lines += _family(
+        "kvscope_kv_bytes", "gauge", "KV cache: reserved for the pool, idle sessions in RAM and on disk.", kv_bytes
+    )
+    empty, reserved = report["kv_empty_bytes"], report["kv_reserved_bytes"]
+    lines += _family("kvscope_kv_empty_bytes", "gauge", "Reserved bytes that hold no token.", [("", empty)])
+    share = round(empty / reserved, 6) if reserved else 0.0
+    lines += _family("kvscope_kv_fragmentation", "gauge", "Share of the reserved bytes that is empty.", [("", share)])
     lines += _family(
         "kvscope_queue_length", "gauge", "Replies that wait for their first step.", [("", report["waiting"])]
     )

@@ -7,9 +7,11 @@ const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
   delete: "a message was deleted", system_prompt: "the system prompt was changed", template: "the chat template renders an earlier turn differently",
   retokenised: "the same text was split into other tokens", context_full: "the oldest turns left the full context",
-  evicted: "another chat needed the memory", restart: "KVScope was restarted", model: "another model is loaded",
+  evicted: "another chat needed the memory", restart: "KVScope was restarted",
+  snapshot: "what was kept on disk could not be used", model: "another model is loaded",
 };
 const FINISH = { stop: "end of reply", length: "token limit", cancelled: "stopped by you", interrupted: "cut off", error: "error" };
+const PLACES = { ram: "in RAM", disk: "on disk" };
 const PROBE_DIMS = 10;
 const LIST_SECTIONS = ["blocks", "head", "tail"];
 
@@ -34,6 +36,7 @@ export class LivePanel {
     this.bar = h("div", { class: "bar", role: "progressbar", "aria-label": "Tokens in the cache", "aria-valuemin": 0 }, this.fill_);
     this.cachePos = h("b", {}, "0");
     this.capacity = h("span", { class: "quiet" }, "");
+    this.away = h("p", { class: "quiet away", hidden: true });
     this.numbers = this.tiles([["reused", "reused"], ["computed", "computed"], ["generated", "generated"], ["ttft", "first token"], ["speed", "tokens/s"], ["prefill", "prefill"]]);
     this.turnFacts = h("dl", { class: "facts" });
     this.miss = h("div", { class: "miss", hidden: true });
@@ -41,6 +44,7 @@ export class LivePanel {
     this.memory = h("div", { class: "ledger" });
     this.cells = h("div", { class: "cells", role: "img" });
     this.blockNote = h("p", { class: "quiet" });
+    this.state = h("p", { class: "quiet", hidden: true });
     this.invariants = h("div", { class: "lights" });
     this.measures = new Measures(this.page);
     this.buildProbe();
@@ -49,9 +53,9 @@ export class LivePanel {
       h("section", { class: "first" },
         h("div", { class: "session-id" }, this.id, this.copyId),
         h("div", { class: "cache-pos" }, h("span", {}, h("code", {}, "cache_pos "), this.cachePos), this.capacity),
-        this.bar),
+        this.bar, this.away),
       section("Last turn", this.numbers.root, this.miss, this.turnFacts),
-      section("Blocks", this.cells, this.blockNote, this.invariants),
+      section("Blocks", this.cells, this.blockNote, this.state, this.invariants),
       h("section", {}, h("h3", {}, "Probe"), this.probeBar, this.probe),
       section("Memory", this.memory),
       section("Precision", h("div", { class: "measure-bar" }, this.measures.format, this.measures.button), this.measures.loss, this.measures.verdict),
@@ -122,6 +126,7 @@ export class LivePanel {
     if (changes.turn !== undefined) this.drawTurn();
     if (changes.memory) this.drawMemory();
     if (changes.blocks) this.drawBlocks(changes.blocks.keep);
+    if (changes.cache !== undefined) this.drawState();
     if (changes.cache !== undefined) this.drawInvariants();
     if (changes.head || changes.tail) this.drawProbe();
     if (changes.model || changes.head || changes.tail) this.drawProbeTitle();
@@ -136,6 +141,9 @@ export class LivePanel {
     const most = model?.max_seq_len ?? 0;
     setText(this.cachePos, number(used));
     setText(this.capacity, most ? `of ${number(most)} · ${(100 * used / most).toFixed(1)} %` : "");
+    const away = cache?.away;
+    setText(this.away, cache?.refused ?? (away ? `${number(away.tokens)} tokens are kept ${PLACES[away.tier]}; the next turn brings them back.` : ""));
+    this.away.hidden = !this.away.textContent;
     this.fill_.style.width = `${most ? Math.min(100, 100 * used / most) : 0}%`;
     this.bar.setAttribute("aria-valuemax", most);
     this.bar.setAttribute("aria-valuenow", used);
@@ -175,6 +183,7 @@ export class LivePanel {
       ["model", model.model], ["device", model.device], ["weights", model.dtype], ["KV format", model.kv_format],
       ["context", `${number(model.max_seq_len)} tokens`], ["block", `${model.block_size} tokens`], ["template", model.chat_template ?? "–"],
       ["bytes per token", `${number(model.bytes_per_token)} B`], ...(model.formula ? [["", `= ${model.formula}`]] : []),
+      ...(model.state_layers ? [["state", `${bytes(model.state_bytes)} a session, ${number(model.state_layers)} recurrent layers`]] : []),
     ]);
     const options = (select, count) => {
       if (select.options.length === count) return;
@@ -191,6 +200,8 @@ export class LivePanel {
     const card = model && model.device !== "cpu";
     const rows = [
       ["weights", memory.weights, memory.total_device], ["KV used", memory.kv_used, memory.total_device], ["KV reserved", memory.kv_reserved, memory.total_device],
+      ...(memory.state_reserved ? [["states", memory.state_reserved, memory.total_device]] : []),
+      ["KV empty", memory.kv_empty ?? 0, memory.total_device], ["KV in RAM", memory.kv_ram, memory.ram_total], ["KV on disk", memory.kv_disk, 0],
       ["workspace", memory.workspace, memory.total_device], [card ? "allocator, other" : "process, other", memory.allocator_slack, memory.total_device],
       ["other programs", memory.other_processes, memory.total_device], [card ? "free on the card" : "free RAM", memory.free_device, memory.total_device],
     ];
@@ -218,7 +229,16 @@ export class LivePanel {
     this.cells.setAttribute("aria-label", `${blocks.length} blocks, ${shared} shared`);
     this.blockNote.replaceChildren(...(blocks.length ? [
       `${number(blocks.length)} blocks of ${size} tokens`, h("span", { class: "key own" }, "own"), h("span", { class: "key shared" }, `shared ${number(shared)}`), h("span", { class: "key partial" }, "partly filled"),
-    ] : ["No block yet."]));
+    ] : [model?.num_layers === 0 ? "Recurrent layers only: no keys and values, so no blocks." : "No block yet."]));
+  }
+
+  drawState() {
+    const state = this.facts.cache?.state;
+    this.state.hidden = !state;
+    if (!state) return;
+    const earlier = state.count > state.last.length ? "…, " : "";
+    const places = state.count ? `can be taken up again at ${earlier}${state.last.map(number).join(", ")}` : "not kept anywhere yet";
+    setText(this.state, `recurrent state ${bytes(state.bytes)}, ${places}`);
   }
 
   drawInvariants() {

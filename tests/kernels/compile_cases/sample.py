@@ -16,11 +16,12 @@ def cases(arch: int) -> list[CompileCase]:
         launch_sample(
             torch.empty(1, VOCAB),
             torch.empty(1, len(SETTINGS), dtype=torch.float64),
-            torch.empty(1, VOCAB, dtype=torch.bool),
-            torch.empty(1, VOCAB, dtype=torch.int32),
-            torch.empty(1, VOCAB),
+            torch.empty(4, VOCAB, dtype=torch.bool),
+            torch.empty(4, VOCAB, dtype=torch.int32),
+            torch.empty(4, VOCAB),
             torch.empty(1, scratch_width(VOCAB), dtype=torch.int64),
             torch.empty(1, dtype=torch.int64),
+            False,
         )
 
     return [CompileCase("qwen vocabulary", launch, max_regs=128, wide_loads=8, max_shared=4096)]

@@ -1,0 +1,36 @@
+"""What has to be equal for cached blocks to mean the same: the fingerprint of a loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+
+from torch import Tensor
+
+from engine.loader import EngineParts
+
+ENGINE_VERSION = "1"
+"""To be raised whenever the same weights and ids give other K and V than before."""
+
+
+def _balance_digest(balance: Tensor | None) -> str:
+    """Codes mean nothing without the constants that the keys were divided by."""
+    if balance is None:
+        return ""
+    return ", balance " + hashlib.sha256(balance.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def fingerprint(parts: EngineParts) -> dict[str, str]:
+    """By names fit for a sentence. The first call for a tokenizer takes a while (`vocabulary_digest`)."""
+    config = parts.model.config
+    rope = ", ".join(f"{name} {value}" for name, value in asdict(config.rope).items())
+    return {
+        "weights": parts.weights_id,
+        "weight format": f"{parts.model.weight_format} in {str(parts.model.dtype).removeprefix('torch.')}",
+        "KV format": parts.kv_format + _balance_digest(parts.cache.balance),
+        "block size": str(parts.cache.spec.block_size),
+        "RoPE": rope,
+        "tokenizer": parts.tokenizer.vocabulary_digest,
+        "chat template": parts.tokenizer.template_digest,
+        "engine version": ENGINE_VERSION,
+    }

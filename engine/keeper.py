@@ -1,0 +1,210 @@
+"""Keeps idle sessions' blocks: on disk after each turn, in RAM when the pool has no room, and brings them back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from engine.errors import Conflict
+from engine.kv_cache.held import HeldBlocks, SaveJob
+from engine.kv_cache.host_tier import HostTier
+from engine.kv_cache.prefix_cache import Node
+from engine.model_runner import ModelRunner
+from engine.restore import NoRoom, Restorer
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, Status
+
+BUSY_WAIT_S = 2.0
+"""While replies are being written a session's new blocks wait this long for a quiet moment."""
+
+
+class SessionKeeper:
+    """Knows of each session what is kept where. Lives on the engine thread; `present` may be read from any.
+
+    `present` holds the sessions for which nobody has to look on the disk: they are in the pool or in RAM.
+    `submit` takes blocks to the disk; None where nothing is kept there.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        restorer: Restorer,
+        ram_limit: int,
+        submit: Callable[[SaveJob], None] | None,
+        fingerprint: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self.present: set[str] = set()
+        self.ram = HostTier(ram_limit)
+        self._scheduler = scheduler
+        self._runner = runner
+        self._restorer = restorer
+        self._submit = submit
+        self._fingerprint = fingerprint
+        self._unsaved: OrderedDict[str, float] = OrderedDict()
+        self._saved: dict[str, list[tuple[Node, str | None]]] = {}
+        self._lost: dict[str, str] = {}
+        self._run, self._numbers = uuid.uuid4().hex[:12], itertools.count()
+        scheduler.on_displace = self.displace
+
+    def before_turn(self, session_id: str) -> None:
+        """A turn of this session is about to be queued: save those blocks of the last one that wait, fetch them all."""
+        self.save(session_id)
+        self.bring_back(session_id)
+        self.ram.remove(session_id)
+        self.present.add(session_id)
+
+    # -- to the disk ------------------------------------------------------------------------------------------------
+
+    def turn_ended(self, session_id: str) -> None:
+        """The session's blocks have changed, and it is idle."""
+        self.present.add(session_id)
+        self._must_be_saved(session_id)
+
+    def _must_be_saved(self, session_id: str) -> None:
+        sequence = self._scheduler.idle.get(session_id)
+        if self._submit is not None and sequence is not None and sequence.cache_pos:
+            self._unsaved.setdefault(session_id, time.monotonic())
+
+    @property
+    def has_unsaved(self) -> bool:
+        return bool(self._unsaved)
+
+    def save_next(self, busy: bool) -> None:
+        """Hand over the blocks of one session whose turn is over; while others are `busy`, only one that waits long."""
+        if self._unsaved:
+            session_id, since = next(iter(self._unsaved.items()))
+            if not busy or time.monotonic() - since > BUSY_WAIT_S:
+                self.save(session_id)
+
+    def save_all(self) -> None:
+        while self._unsaved:
+            self.save_next(busy=False)
+
+    def save(self, session_id: str) -> None:
+        """Hand over the new blocks of one session now, if there are any."""
+        sequence = self._scheduler.idle.get(session_id)
+        if self._unsaved.pop(session_id, None) is None or self._submit is None:
+            return
+        if sequence is None or not sequence.cache_pos:
+            return
+        keys, old = self._keys(sequence)
+        fresh = [index for index, key in enumerate(keys) if key not in old]
+        self._runner.sync_blocks()
+        tensors = self._runner.cache.export_blocks([sequence.block_table[index] for index in fresh]) if fresh else {}
+        new = {keys[index]: {name: tensor[row] for name, tensor in tensors.items()} for row, index in enumerate(fresh)}
+        self._submit(
+            SaveJob(
+                session_id=session_id,
+                fingerprint=self._fingerprint,
+                block_size=self._runner.cache.spec.block_size,
+                token_ids=tuple(sequence.token_ids),
+                cache_pos=sequence.cache_pos,
+                turns=tuple(sequence.block_turns[: len(keys)]),
+                keys=tuple(keys),
+                new=new,
+            )
+        )
+        self._saved[session_id] = list(zip(sequence.nodes, keys, strict=False))
+
+    def save_now(self, session_id: str) -> None:
+        """Hand over what is in the pool and not on its way to the disk. Raises `Conflict` while a reply is written."""
+        sequence = self._scheduler.find(session_id)
+        if sequence is not None and sequence.status is not Status.IDLE:
+            raise Conflict("This session is still answering; wait for the reply or stop it first.")
+        if session_id not in self._saved:
+            self._must_be_saved(session_id)
+        self.save(session_id)
+
+    def not_saved(self, session_id: str, again: bool) -> None:
+        """A job of this session failed: none of its blocks counts as being on disk."""
+        self._saved.pop(session_id, None)
+        if again:
+            self._must_be_saved(session_id)
+
+    def _keys(self, sequence: Sequence) -> tuple[list[str], set[str]]:
+        """`(keys of all blocks, those that were handed over before)`; a node of the tree never changes its content."""
+        known = self._saved.get(sequence.session_id or "", [])
+        keys, old = [], set()
+        for index in range(-(-sequence.cache_pos // self._runner.cache.spec.block_size)):
+            node = sequence.nodes[index] if index < len(sequence.nodes) else None
+            before = known[index] if node is not None and index < len(known) else (None, None)
+            if before[0] is node and before[1] is not None:
+                old.add(before[1])
+                keys.append(before[1])
+            else:
+                keys.append(f"{self._run}-{next(self._numbers)}")
+        return keys, old
+
+    # -- out of the pool and back -----------------------------------------------------------------------------------
+
+    def displace(self, sequence: Sequence) -> None:
+        """An idle sequence is about to lose its blocks: keep them in RAM as far as its limit goes."""
+        session_id = sequence.session_id
+        if session_id is None or not sequence.cache_pos:
+            return
+        self.save(session_id)
+        gone = [session_id]
+        spec = self._runner.cache.spec
+        count = -(-sequence.cache_pos // spec.block_size)
+        if count * spec.block_bytes <= self.ram.limit:
+            keys = [key for _, key in self._saved.get(session_id, [])][: len(sequence.nodes)]
+            self._runner.sync_blocks()
+            held = HeldBlocks(
+                token_ids=tuple(sequence.token_ids),
+                cache_pos=sequence.cache_pos,
+                turns=tuple(sequence.block_turns[:count]),
+                keys=(*keys, *[None] * (count - len(keys))),
+                tensors=self._runner.cache.export_blocks(sequence.block_table[:count]),
+            )
+            gone = self.ram.put(session_id, held)
+        self.present.difference_update(gone)
+
+    def bring_back(self, session_id: str) -> None:
+        """Move a session's blocks from RAM into the pool, displacing others if need be. Does nothing if they can't."""
+        held = self.ram.find(session_id)
+        sequence = self._scheduler.find(session_id)
+        if held is None or (sequence is not None and (sequence.cache_pos or sequence.status is not Status.IDLE)):
+            return
+        try:
+            self._adopt(session_id, held, displacing=True, audit=False)
+        except NoRoom:
+            return
+        self.ram.remove(session_id)
+        self.present.add(session_id)  # making room may have pushed the copy in RAM out
+
+    def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
+        """Take a session's blocks that were read from disk, unless it has some. Raises `SnapshotRefused`, `NoRoom`."""
+        sequence = self._scheduler.find(session_id)
+        if session_id in self.present or (sequence is not None and sequence.status is not Status.IDLE):
+            return
+        self._adopt(session_id, held, displacing, audit=True)
+        self.present.add(session_id)
+
+    def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, audit: bool) -> None:
+        before = dict(self._saved.get(session_id, []))
+        sequence, shared = self._restorer.restore(session_id, held, displacing=displacing, audit=audit)
+        # A block that another session computed is equal up to rounding only, so the stored copy is not of it.
+        self._saved[session_id] = [
+            (node, before.get(node) if index < shared else key)
+            for index, (node, key) in enumerate(zip(sequence.nodes, held.keys, strict=False))
+        ]
+
+    # -- what is known of a session -----------------------------------------------------------------------------------
+
+    def lose(self, session_id: str, cause: str) -> None:
+        """What is on disk of a session can't be used, for this reason; told with the miss of its next turn."""
+        self._lost[session_id] = cause
+
+    def loss(self, session_id: str | None) -> str | None:
+        """The reason given to `lose`, once."""
+        return self._lost.pop(session_id or "", None)
+
+    def forget(self, session_id: str) -> None:
+        for known in (self._unsaved, self._saved, self._lost):
+            known.pop(session_id, None)
+        self.ram.remove(session_id)
+        self.present.discard(session_id)

@@ -1,0 +1,60 @@
+"""Blocks of one session outside the pool: as host tensors, on their way to RAM or disk and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """The cache of a session as it was when its turn was over.
+
+    Positions `0 .. cache_pos - 1` of `token_ids` are in the blocks, whose host copies are rows of `tensors`
+    (`KVCache.export_blocks`). `turns` says which turn wrote each block, `keys` names its stored copy on disk (None:
+    there is none).
+    """
+
+    token_ids: tuple[int, ...]
+    cache_pos: int
+    turns: tuple[str | None, ...]
+    keys: tuple[str | None, ...]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """A session's blocks for the disk: all their `keys` in order, and the tensors of those that are not there yet.
+
+    `new` holds, by key, one block's tensors (no leading dimension). `fingerprint` is asked where the job is carried
+    out, because the first answer takes a while.
+    """
+
+    session_id: str
+    fingerprint: Callable[[], Mapping[str, str]]
+    block_size: int
+    token_ids: tuple[int, ...]
+    cache_pos: int
+    turns: tuple[str | None, ...]
+    keys: tuple[str, ...]
+    new: Mapping[str, Mapping[str, Tensor]]
+
+    def after(self, earlier: SaveJob) -> SaveJob:
+        """This job in place of both: what the earlier one brought and this one still lists comes along."""
+        new = {key: earlier.new[key] for key in self.keys if key in earlier.new} | dict(self.new)
+        return SaveJob(
+            self.session_id,
+            self.fingerprint,
+            self.block_size,
+            self.token_ids,
+            self.cache_pos,
+            self.turns,
+            self.keys,
+            new,
+        )

@@ -1,0 +1,121 @@
+"""What a snapshot on disk consists of: `manifest.json`, which lists every block with its place and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "kvscope-snapshot", 1
+DIGEST_FIELD = "digest"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn)
+}
+_SEGMENT_NAME = re.compile(r"segment-[0-9]{6,}\.safetensors")
+
+
+class SnapshotRefused(Exception):
+    """A snapshot can't be used. `str(error)` is one sentence that names what differs or is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block: row `row` of the tensors in file `segment`; `digest` is sha256 over them (`block_digest`)."""
+
+    key: str
+    segment: str
+    row: int
+    digest: str
+    turn: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`tensors` gives type and shape of one block's tensors by name, `segments` the size in bytes of each file."""
+
+    session_id: str
+    created_at: float
+    fingerprint: Mapping[str, str]
+    block_size: int
+    token_ids: tuple[int, ...]
+    cache_pos: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    blocks: tuple[StoredBlock, ...]
+    segments: Mapping[str, int]
+
+    def to_bytes(self) -> bytes:
+        """JSON with a digest of all the rest of it."""
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return _dumps({**body, DIGEST_FIELD: hashlib.sha256(_dumps(body)).hexdigest()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Raises `SnapshotRefused` for anything but what `to_bytes` wrote, and for counts that contradict."""
+        try:
+            body = json.loads(data)
+            digest = body.pop(DIGEST_FIELD)
+            if digest != hashlib.sha256(_dumps(body)).hexdigest():
+                raise SnapshotRefused("The snapshot's manifest is damaged: its digest does not fit.")
+            if (body.pop("format"), body.pop("version")) != (FORMAT, VERSION):
+                raise SnapshotRefused("The snapshot was written by another version of KVScope.")
+            manifest = _from_json(body)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SnapshotRefused("The snapshot's manifest is damaged: it can't be read.") from error
+        _check(manifest)
+        return manifest
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _from_json(body: dict[str, Any]) -> Manifest:
+    tensors = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in body["tensors"].items()}
+    blocks = tuple(StoredBlock(**block) for block in body["blocks"])
+    token_ids = tuple(map(int, body["token_ids"]))
+    return Manifest(**{**body, "tensors": tensors, "blocks": blocks, "token_ids": token_ids})
+
+
+def _check(manifest: Manifest) -> None:
+    wanted = -(-manifest.cache_pos // manifest.block_size) if manifest.block_size > 0 else -1
+    if len(manifest.blocks) != wanted or not 0 < manifest.cache_pos <= len(manifest.token_ids):
+        raise SnapshotRefused(
+            f"The snapshot's counts contradict each other: {len(manifest.blocks)} blocks of {manifest.block_size} and "
+            f"{len(manifest.token_ids)} token ids for {manifest.cache_pos} cached tokens."
+        )
+    if any(not _SEGMENT_NAME.fullmatch(name) for name in manifest.segments):
+        raise SnapshotRefused("The snapshot's manifest is damaged: it names a file that is none of its own.")
+    if any(block.segment not in manifest.segments or block.row < 0 for block in manifest.blocks):
+        raise SnapshotRefused("The snapshot's manifest is damaged: a block lies in no file.")
+    if "data" not in manifest.tensors or any(dtype not in DTYPES for dtype, _ in manifest.tensors.values()):
+        raise SnapshotRefused("The snapshot's manifest is damaged: it names a type of tensor that blocks don't have.")
+
+
+def segment_number(name: str) -> int:
+    """0 for what is no segment."""
+    return int(name[8:].split(".")[0]) if _SEGMENT_NAME.fullmatch(name) else 0
+
+
+def segment_name(number: int) -> str:
+    return f"segment-{number:06d}.safetensors"
+
+
+def block_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over the bytes of one block's tensors, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape by name, as a manifest has them."""
+    return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}

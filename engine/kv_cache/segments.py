@@ -1,0 +1,107 @@
+"""The files that hold a snapshot's blocks: safetensors, each with the tensors of some blocks stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from engine.kv_cache.manifest import (
+    DTYPES,
+    Manifest,
+    SnapshotRefused,
+    StoredBlock,
+    block_digest,
+    segment_name,
+    segment_number,
+    tensor_kinds,
+)
+
+SEGMENT_BYTES = 64 * 2**20
+"""A segment ends at about this size, so that no more than this is held twice in memory."""
+MOST_SEGMENTS = 128
+HEADER_BYTES = 1024
+"""Of a segment, about: names, types and shapes."""
+
+Blocks = Iterator[tuple[str, Mapping[str, Tensor]]]
+"""`(key, tensors)` of one block after the other."""
+
+
+def write_segments(
+    folder: Path, blocks: Blocks, write: Callable[[Path, bytes], None]
+) -> tuple[dict[str, StoredBlock], dict[str, int]]:
+    """Put blocks into new files of `folder`: `(blocks by key, sizes by file)`. Raises OSError."""
+    added: dict[str, StoredBlock] = {}
+    sizes: dict[str, int] = {}
+    number = max((segment_number(path.name) for path in folder.iterdir()), default=0)
+    for group in _grouped(blocks):
+        number += 1
+        name = segment_name(number)
+        stacked = {kind: torch.stack([tensors[kind] for _, tensors in group]) for kind in group[0][1]}
+        data = save_tensors(stacked)
+        write(folder / name, data)
+        sizes[name] = len(data)
+        for row, (key, tensors) in enumerate(group):
+            added[key] = StoredBlock(key, name, row, block_digest(tensors), None)
+    return added, sizes
+
+
+def read_blocks(folder: Path, manifest: Manifest) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """`(index, tensors)` of each block, verified, in order. Raises `SnapshotRefused`."""
+    segment, loaded = "", {}
+    for index, block in enumerate(manifest.blocks):
+        if block.segment != segment:
+            segment, loaded = block.segment, _load(folder / block.segment, manifest)
+        if block.row >= len(loaded["data"]):
+            raise SnapshotRefused(f"The snapshot's file {segment} lacks block {index}.")
+        tensors = {name: tensor[block.row] for name, tensor in loaded.items()}
+        if block_digest(tensors) != block.digest:
+            raise SnapshotRefused(f"The snapshot's block {index} is damaged: its digest does not fit.")
+        yield index, tensors
+
+
+def is_wasteful(manifest: Manifest) -> bool:
+    """Less than half of the bytes are of blocks that are listed, or there are very many files."""
+    block_bytes = 0
+    for dtype, shape in manifest.tensors.values():
+        block_bytes += torch.Size(shape).numel() * DTYPES[dtype].itemsize
+    live = len(manifest.blocks) * block_bytes + HEADER_BYTES * len(manifest.segments)
+    return 2 * live < sum(manifest.segments.values()) or len(manifest.segments) > MOST_SEGMENTS
+
+
+def _load(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Into memory of our own: what was verified can't change afterwards, whatever becomes of the file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SnapshotRefused(f"The snapshot's file {path.name} can't be read: {error.strerror}.") from error
+    expected = manifest.segments[path.name]
+    if len(data) != expected:
+        raise SnapshotRefused(f"The snapshot's file {path.name} has {len(data)} bytes in place of {expected}.")
+    try:
+        tensors = load_tensors(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise SnapshotRefused(f"The snapshot's file {path.name} is damaged: its header can't be read.") from error
+    found = {kind: (dtype, shape[1:]) for kind, (dtype, shape) in tensor_kinds(tensors).items()}
+    if found != dict(manifest.tensors) or len({len(tensor) for tensor in tensors.values()}) != 1:
+        raise SnapshotRefused(f"The snapshot's file {path.name} holds other tensors than its manifest says.")
+    return tensors
+
+
+def _grouped(blocks: Blocks) -> Iterator[list[tuple[str, Mapping[str, Tensor]]]]:
+    """Lists of at most about `SEGMENT_BYTES`."""
+    group: list[tuple[str, Mapping[str, Tensor]]] = []
+    size = 0
+    for key, tensors in blocks:
+        group.append((key, tensors))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        if size >= SEGMENT_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

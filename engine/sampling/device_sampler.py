@@ -1,0 +1,130 @@
+"""Draws tokens where the logits are: settings go to the device in one copy, ids come back in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.batch import AttentionMetadata
+from engine.sampling.row_states import RowStates, needs_row
+from engine.sampling.sampler import SamplingState
+from engine.sampling.step import Forced, StepOutput, StepTokens
+from kernels.gpu.sample import sample, scratch_width
+from kernels.reference.sampling import NOT_FINITE, SETTINGS
+
+_NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}
+
+
+class DeviceSampler:
+    """The samplers' step in three parts: `prepare` before the model, `launch` after it (a CUDA graph may hold both),
+    `tokens` to wait for the result. Tensors keep their addresses. A request gets what `Sampler` would give it.
+
+    Requests that the kernel has no means for (`_draws`) run along greedily and are then drawn in torch.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int) -> None:
+        """`max_rows`: the most rows of logits in a step, padding included."""
+        self._vocab_size, self._device, self._max_rows = vocab_size, device, max_rows
+        rest = torch.tensor([[_NEUTRAL.get(name, 0.0) for name in SETTINGS]] * max_rows, dtype=torch.float64)
+        self._host = rest.pin_memory() if device.type == "cuda" else rest.clone()
+        self._values = self._host.numpy()
+        self._rest = rest.to(device)
+        self._settings = self._rest.clone()
+        self._scratch = torch.zeros(max_rows, scratch_width(vocab_size), dtype=torch.int64, device=device)
+        self._out = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._shared = RowStates(1, vocab_size, device)
+        self._own: RowStates | None = None
+        self._greedy, self._uses_own = True, False
+
+    @property
+    def variant(self) -> tuple[bool, bool]:
+        """What a captured `launch` holds: whether all rows are greedy, and whether any has a state of its own."""
+        return self._greedy, self._uses_own
+
+    def prepare(self, requests: Sequence[SamplingState], forced: Forced) -> None:
+        """Send the settings of a step's rows on their way to the device; rows beyond them are padding."""
+        if not requests:
+            return
+        rows = [state if self._draws(state, forced[row]) else None for row, state in enumerate(requests)]
+        self._greedy = all(state is None or state.params.temperature == 0 for state in rows)
+        self._uses_own = any(state is not None and needs_row(state) for state in rows)
+        if self._own is not None:
+            self._own.keep(requests)
+        self._values[:] = [_NEUTRAL.get(name, 0.0) for name in SETTINGS]
+        for row, state in enumerate(rows):
+            if state is not None:
+                self._values[row] = self._settings_of(state)
+        self._settings.copy_(self._host, non_blocking=True)
+
+    def launch(self, hidden: Tensor, logits: Tensor, meta: AttentionMetadata) -> Tensor:
+        """int64 on the device, valid until the next call: the token of each row of logits, `NOT_FINITE` if one is not;
+        then a flag per sequence, 1 if its hidden states are finite, where a batch has tokens without logits.
+
+        Every logit is a sum over the whole hidden row: where each token has logits these tell enough.
+        """
+        rows = len(logits)
+        states = self._states() if self._uses_own else self._shared
+        out, scratch, settings = self._out[:rows], self._scratch[:rows], self._settings[:rows]
+        sample(logits, settings, states.seen, states.counts, states.bias, scratch, out, self._greedy)
+        if len(hidden) == rows:
+            return out
+        bad = torch.isfinite(hidden).all(dim=-1).logical_not().cumsum(0)
+        until = bad[meta.cu_seqlens_q[1:] - 1]
+        return torch.cat((out, until.diff(prepend=until.new_zeros(1)) == 0))
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, launches of any variant count no token into a request's state."""
+        self._settings.copy_(self._rest)
+        yield
+        self._settings.copy_(self._host, non_blocking=True)
+
+    def tokens(
+        self, drawn: Tensor, output: StepOutput, requests: Sequence[SamplingState], forced: Forced
+    ) -> StepTokens:
+        """Wait for what `launch` returned: the step's one copy to the host."""
+        values, count = drawn.tolist(), len(requests)
+        tokens = StepTokens([bool(flag) for flag in values[count:]] or [True] * len(output.query_lens), count)
+        tokens.drop(index for row, index in enumerate(output.wanted) if values[row] == NOT_FINITE)
+        left = []
+        for row, index in enumerate(output.wanted):
+            if tokens.finite[index] and self._draws(requests[row], forced[row]):
+                tokens.token_ids[row] = values[row]
+                requests[row].accept(values[row])
+                if self._own is not None:
+                    self._own.count(requests[row])
+            elif tokens.finite[index]:
+                left.append(row)
+        tokens.draw(left, output, requests, forced)
+        return tokens
+
+    def _draws(self, state: SamplingState, forced: int | None) -> bool:
+        """Log probabilities, hooks and ids that are given need torch, and so does a bias that may ban every token."""
+        params = state.params
+        may_ban_all = len(params.logit_bias) == self._vocab_size
+        return forced is None and params.top_logprobs is None and not state.hooks and not may_ban_all
+
+    def _settings_of(self, state: SamplingState) -> list[float]:
+        """In the order of `SETTINGS`."""
+        params = state.params
+        return [
+            state.next_uniform() if params.temperature else 0.0,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            bool(params.logit_bias),
+            self._states().row_of(state) if needs_row(state) else 0,
+        ]
+
+    def _states(self) -> RowStates:
+        """Made when a request first needs one: at a large vocabulary 64 rows take 90 MB."""
+        if self._own is None:
+            self._own = RowStates(self._max_rows + 1, self._vocab_size, self._device)
+        return self._own

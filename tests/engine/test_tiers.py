@@ -1,0 +1,373 @@
+"""Idle sessions leave the pool for RAM, then disk, oldest first, and come back by copy; the pool stays dense."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.keeper import SessionKeeper
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache import KVCache
+from engine.kv_cache.compaction import MOST_EMPTY, compact, empty_slots, is_sparse
+from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.snapshot import SnapshotStore
+from engine.kv_cache.spec import KVCacheSpec
+from engine.model_runner import ModelRunner
+from engine.protocol import GenerateRequest
+from engine.restore import NoRoom, Restorer
+from engine.sampling.params import SamplingParams
+from engine.scheduler import ScheduledBatch, Scheduler, SchedulerLimits
+from engine.sequence import Sequence, Status, common_prefix_len
+from kernels.kv_format import FP32
+from tests.engine.test_snapshots import PROMPT, A, B, C, contents, engine_over, logprobs, same, saved, turn
+from tests.support.chain_model import ChainModel, chain
+
+OTHER = tuple((11 * index) % 200 + 20 for index in range(100))
+THIRD = tuple((13 * index) % 200 + 20 for index in range(100))
+MIB = 2**20
+
+
+def tier(engine: Any, session: str) -> str | None:
+    away = engine.inspect(session)["away"]
+    return away["tier"] if away else "pool" if engine.inspect(session)["cache_pos"] else None
+
+
+def test_the_oldest_goes_to_ram_then_to_disk_and_comes_back_by_copy(tmp_path: Path) -> None:
+    """Blocks of 4 tokens: a session of 123 tokens takes 31, the pool has 79, RAM has room for one session."""
+    with engine_over(tmp_path, blocks=80, ram_limit=40 * 2048) as engine:
+        block_bytes = engine.memory()["block_bytes"]
+        assert block_bytes == 2048
+        first = turn(engine, A, PROMPT)
+        before = contents(engine, A)
+        turn(engine, B, OTHER)
+        saved(engine, A), saved(engine, B)
+        assert [tier(engine, session) for session in (A, B)] == ["pool", "pool"]
+        assert engine.memory()["kv_ram"] == 0
+        turn(engine, C, THIRD)
+        assert [tier(engine, session) for session in (A, B, C)] == ["ram", "pool", "pool"]
+        memory = engine.memory()
+        assert memory["kv_ram"] == memory["sessions"][A]["kv_ram"] == 31 * block_bytes
+        assert memory["kv_disk"] == sum(part["kv_disk"] for part in memory["sessions"].values()) > 2 * 31 * block_bytes
+        report = engine.inspect(A)
+        assert report["away"]["tokens"] == first.stats.cache_pos == sum(block["count"] for block in report["blocks"])
+        assert {block["tier"] for block in report["blocks"]} == {"ram"}
+        going_on = (*PROMPT, *first.token_ids, 5)
+        stats = turn(engine, A, going_on).stats
+        assert (stats.reused_tokens, stats.computed_tokens) == (first.stats.cache_pos, 2) and stats.miss is None
+        after = contents(engine, A)
+        assert all(torch.equal(after[name][: len(before[name])], before[name]) for name in before)
+        assert [tier(engine, session) for session in (A, B, C)] == ["pool", "ram", "pool"]
+        turn(engine, B, (*OTHER, 5))
+        assert [tier(engine, session) for session in (A, B, C)] == ["pool", "pool", "ram"]
+        turn(engine, C, THIRD)
+        turn(engine, str(uuid.UUID(int=9)), tuple(reversed(THIRD)))
+        assert [tier(engine, session) for session in (A, B, C)] == ["disk", "ram", "pool"], "the oldest left RAM"
+        assert engine.memory()["kv_ram"] <= 40 * block_bytes
+        assert engine.restore(A) == len(going_on) + 23
+
+
+def test_without_ram_and_disk_blocks_go_to_nothing_and_the_miss_says_so(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=80, snapshot_limit=0) as engine:
+        first = turn(engine, A, PROMPT)
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) is None and engine.restore(A) == 0
+        turn(engine, str(uuid.UUID(int=9)), tuple(reversed(THIRD)))
+        stats = turn(engine, A, (*PROMPT, *first.token_ids, 5)).stats
+        assert stats.miss.cause == "evicted" and stats.reused_tokens < first.stats.cache_pos
+
+
+def test_what_came_back_from_ram_goes_on_as_if_it_had_never_left(tmp_path: Path) -> None:
+    with engine_over(tmp_path / "a", blocks=80, ram_limit=MIB, snapshot_limit=0) as engine:
+        first = turn(engine, A, PROMPT)
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) == "ram"
+        going_on = (*PROMPT, *first.token_ids, 5)
+        back = logprobs(engine, A, going_on)
+    with engine_over(tmp_path / "b", blocks=200, snapshot_limit=0) as engine:
+        turn(engine, A, PROMPT)
+        assert logprobs(engine, A, going_on) == back
+
+
+def test_a_turn_that_finds_no_room_for_its_blocks_runs_all_the_same(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=60, ram_limit=MIB) as engine:
+        first = turn(engine, A, PROMPT)
+        prompt = (*OTHER, *THIRD)
+        assert turn(engine, B, prompt[:190]).stats.generated_tokens == 24
+        stats = turn(engine, A, (*PROMPT, *first.token_ids, 5)).stats
+        assert stats.reused_tokens == first.stats.cache_pos
+        assert engine.memory()["sessions"][B]["kv_ram"] > 0
+        engine.release(B)
+        assert engine.memory()["kv_ram"] == 0
+
+
+def test_a_session_whose_copy_in_ram_makes_room_for_another_comes_back_all_the_same(tmp_path: Path) -> None:
+    """RAM has room for one session: bringing it back displaces another one, whose blocks take its place there."""
+    with engine_over(tmp_path, blocks=80, ram_limit=40 * 2048) as engine:
+        cached = turn(engine, A, PROMPT).stats.cache_pos
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) == "ram"
+        assert engine.restore(A) == cached and [tier(engine, session) for session in (A, B, C)] == [
+            "pool",
+            "ram",
+            "pool",
+        ]
+        turn(engine, C, (*THIRD, 3))
+        assert engine.restore(A) == cached, "it is not read from the disk into the blocks that it has"
+
+
+def test_writing_now_what_has_left_the_pool_does_not_hide_it(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=80) as engine:
+        cached = turn(engine, A, PROMPT).stats.cache_pos
+        for session, prompt in ((B, OTHER), (C, THIRD)):
+            turn(engine, session, prompt)
+        assert tier(engine, A) == "disk"
+        engine._call(lambda: engine._steps().keeper.not_saved(A, True))
+        assert engine.snapshot(A)["tokens"] == cached
+        assert turn(engine, A, (*PROMPT, 4)).stats.reused_tokens == len(PROMPT)
+
+
+def test_asking_for_a_session_back_while_it_answers_changes_nothing(tmp_path: Path) -> None:
+    with engine_over(tmp_path, blocks=80, ram_limit=MIB) as engine:
+        first = turn(engine, A, PROMPT)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        stream = engine.generate(GenerateRequest((*PROMPT, *first.token_ids, 5), params, A))
+        for _ in range(20):
+            engine.restore(A)
+            engine.check_integrity()
+        assert list(stream)[-1].stats.generated_tokens == 60
+
+
+# -- a dense pool ------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_compaction_the_extents_are_few_and_the_contents_the_same(tmp_path: Path) -> None:
+    with engine_over(tmp_path, snapshot_limit=0) as engine:
+        cache = engine._steps().runner.cache
+        cache.blocks_per_extent = 8
+        sessions = [str(uuid.UUID(int=100 + number)) for number in range(6)]
+        for number, session in enumerate(sessions):
+            turn(engine, session, (number, *PROMPT))
+        kept = {session: contents(engine, session) for session in (sessions[2], sessions[5])}
+        engine.fork(sessions[5], A, engine.inspect(sessions[5])["token_ids"])
+        reserved = engine.memory()["kv_reserved"]
+        for session in (*sessions[:2], *sessions[3:5]):
+            engine.release(session)
+        turn(engine, None, (1, 2, 3))
+        engine.check_integrity()
+        memory = engine.memory()
+        used = memory["blocks_used"]
+        assert memory["kv_reserved"] <= (used + 1 + 8) * memory["block_bytes"] < reserved / 2
+        assert memory["fragmentation"] == pytest.approx(memory["kv_empty"] / memory["kv_reserved"], abs=1e-4)
+        assert memory["fragmentation"] < MOST_EMPTY
+        assert all(same(contents(engine, session), before) for session, before in kept.items())
+        assert same(contents(engine, A), kept[sessions[5]])
+        report = engine.inspect(sessions[5])
+        assert max(report["block_table"]) <= used and all(report["invariants"].values())
+
+
+def test_empty_slots_are_those_without_a_token() -> None:
+    cache = PrefixCache(BlockPool(64), 4)
+    sequence = Sequence(cache)
+    sequence.set_tokens(range(10))
+    sequence.reserve(10)
+    sequence.advance(10)
+    assert empty_slots(cache, [sequence], reserved_blocks=8) == 5 * 4 + 2
+    assert is_sparse(cache, reserved_blocks=8, blocks_per_extent=4)
+    assert not is_sparse(cache, reserved_blocks=8, blocks_per_extent=8), "no extent would become free"
+    assert not is_sparse(cache, reserved_blocks=5, blocks_per_extent=1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_compacted_pool_has_no_gap_and_moves_little(seed: int) -> None:
+    rng, pool = random.Random(seed), BlockPool(200)
+    ids = [pool.allocate() for _ in range(150)]
+    for block_id in rng.sample(ids, rng.randint(0, 150)):
+        pool.release(block_id)
+        ids.remove(block_id)
+    moves = pool.compact()
+    assert pool.pending_copies == list(moves.items())
+    assert all(target < source for source, target in moves.items())
+    owners = {moves.get(block_id, block_id): 1 for block_id in ids}
+    pool.check_integrity(owners)
+    assert sorted(owners) == list(range(1, len(ids) + 1)) and not moves.keys() & set(moves.values())
+    assert pool.trim() == len(ids) + 1
+
+
+# -- everything at once ------------------------------------------------------------------------------------------------
+
+SESSIONS = [str(uuid.UUID(int=number)) for number in range(1, 5)]
+SIZE, LIMIT = 4, 48
+TOKENS = st.builds(
+    lambda seed, count: random.Random(seed).choices(range(3), k=count), st.integers(0, 3), st.integers(1, 30)
+)
+
+
+class Tiers(RuleBasedStateMachine):
+    """Scheduler, tree, pool, RAM, disk and the cache's real tensors, with hashes of the ids in place of K and V."""
+
+    @initialize(blocks=st.integers(14, 34), ram_blocks=st.sampled_from([0, 8, 40]), disk=st.booleans())
+    def open(self, blocks: int, ram_blocks: int, disk: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=2, block_size=SIZE, format=FP32)
+        pool = BlockPool(blocks)
+        self.tree = PrefixCache(pool, SIZE)
+        self.scheduler = Scheduler(self.tree, SchedulerLimits(max_batch_tokens=16, mixed_batch_tokens=8))
+        cache = KVCache(spec, torch.device("cpu"), extent_bytes=4 * spec.block_bytes, max_blocks=blocks)
+        self.runner = ModelRunner(ChainModel(), cache, pool, LIMIT, 16)  # type: ignore[arg-type]
+        self.store = SnapshotStore(Path(self.folder.name), 2**20, lambda path, data: path.write_bytes(data))
+        restorer = Restorer(self.tree, self.scheduler, self.runner, 0.0)
+        submit = self.store.save if disk else None
+        self.keeper = SessionKeeper(
+            self.scheduler, self.runner, restorer, ram_blocks * spec.block_bytes, submit, lambda: {"model": "chain"}
+        )
+        displace = self.scheduler.on_displace
+
+        def only_idle(sequence: Sequence) -> None:
+            assert sequence.status is Status.IDLE, "a running session never loses a block to another"
+            displace(sequence)
+
+        self.scheduler.on_displace = only_idle
+        self.goal: dict[Sequence, int] = {}
+        self.history: dict[str, list[int]] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    def _restore(self, session: str, displacing: bool) -> None:
+        held = None if session in self.keeper.present else self.store.load(session, {"model": "chain"})
+        if held is not None:
+            try:
+                self.keeper.adopt(session, held, displacing)
+            except NoRoom:
+                return
+
+    @rule(session=st.sampled_from(SESSIONS), new=TOKENS, kept=st.integers(0, LIMIT))
+    def send(self, session: str, new: list[int], kept: int) -> None:
+        if any(sequence.session_id == session for sequence in self.goal):
+            return
+        prompt = (self.history.get(session, [])[:kept] + new)[: LIMIT - 4]
+        self._restore(session, displacing=True)
+        self.keeper.before_turn(session)
+        sequence = self.scheduler.find(session) or Sequence(self.tree, session)
+        shared = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt)
+        sequence.truncate(min(shared, len(prompt) - 1))
+        sequence.set_tokens(prompt)
+        self.scheduler.add(sequence)
+        self.goal[sequence] = len(prompt) + 3
+
+    @rule(session=st.sampled_from(SESSIONS), new=TOKENS, kept=st.integers(0, LIMIT))
+    def whole_turn(self, session: str, new: list[int], kept: int) -> None:
+        self.send(session, new, kept)
+        self.steps(20)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            batch = self.scheduler.schedule()
+            if batch is None:
+                self.keeper.save_next(busy=False)
+                return
+            self.runner.execute(
+                ScheduledBatch(tuple(replace(item, wants_logits=False) for item in batch.items)), (), ()
+            )
+            for item in batch.items:
+                item.sequence.advance(item.count)
+                if item.wants_logits:
+                    item.sequence.token_ids.append(sum(item.sequence.token_ids) % 3)
+                if len(item.sequence.token_ids) >= self.goal[item.sequence]:
+                    self._end(item.sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self.goal[sequence]
+        sequence.set_tokens(sequence.token_ids[: sequence.cache_pos + 1])
+        self.history[sequence.session_id] = list(sequence.token_ids)
+        self.scheduler.finish(sequence)
+        self.keeper.turn_ended(sequence.session_id)
+
+    @precondition(lambda self: getattr(self, "goal", None))
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        self._end(data.draw(st.sampled_from(sorted(self.goal, key=lambda sequence: sequence.session_id))))
+
+    @rule(source=st.sampled_from(SESSIONS), twin=st.sampled_from(SESSIONS), count=st.integers(1, LIMIT))
+    def fork(self, source: str, twin: str, count: int) -> None:
+        sequence = self.scheduler.idle.get(source)
+        if sequence is not None and self.scheduler.find(twin) is None:
+            self.keeper.forget(twin)
+            self.store.remove(twin)
+            self.scheduler.finish(sequence.fork(twin, count))
+            self.keeper.turn_ended(twin)
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def look(self, session: str) -> None:
+        self._restore(session, displacing=False)
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def delete(self, session: str) -> None:
+        sequence = self.scheduler.find(session)
+        if sequence is not None:
+            if sequence in self.goal:
+                self._end(sequence)
+            self.scheduler.idle.pop(session).release_blocks()
+        self.tree.forget(session)
+        self.keeper.forget(session)
+        self.store.remove(session)
+        self.history.pop(session, None)
+
+    @rule(count=st.integers(1, 8))
+    def evict(self, count: int) -> None:
+        self.tree.evict(count)
+
+    @rule()
+    def compact_and_trim(self) -> None:
+        self.runner.sync_blocks()
+        compact(self.tree, list(self.scheduler.sequences()))
+        self.runner.trim()
+        assert self.tree.pool.high_water == self.tree.pool.used_count + 1
+
+    @rule()
+    def save_all(self) -> None:
+        self.keeper.save_all()
+
+    @invariant()
+    def every_block_is_accounted_for_and_holds_what_its_ids_say(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        check_integrity(self.tree, self.scheduler.sequences())
+        self.runner.sync_blocks()
+        for sequence in self.scheduler.sequences():
+            values = self.runner.cache.read(sequence.block_table, 0, 0, "v", 0, sequence.cache_pos)
+            assert values[:, 1].tolist() == chain(sequence.token_ids[: sequence.cache_pos])
+        assert self.keeper.ram.nbytes <= self.keeper.ram.limit
+        for session in self.keeper.ram.sizes():
+            held = self.keeper.ram.find(session)
+            rows = held.tensors["data"][:, 0, 0, :, 0, 0].reshape(-1)[: held.cache_pos]
+            assert rows.tolist() == chain(held.token_ids[: held.cache_pos])
+
+    @invariant()
+    def what_is_on_disk_is_what_was_written(self) -> None:
+        for session in self.store.sizes() if hasattr(self, "store") else ():
+            held = self.store.load(session, {"model": "chain"})
+            rows = held.tensors["data"][:, 0, 1, :, 0, 0].reshape(-1)[: held.cache_pos]
+            assert rows.tolist() == chain(held.token_ids[: held.cache_pos])
+
+
+TestTiers = Tiers.TestCase
+TestTiers.settings = settings(
+    max_examples=30, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+)
