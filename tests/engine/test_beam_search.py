@@ -49,7 +49,7 @@ def expected(kind: str, count: int, eos: list[int] | None, beams: BeamParams) ->
     return ids[: ends[0]] if ends else ids
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "bamba", "mamba2"])
 def kind(request) -> str:
     return request.param
 
