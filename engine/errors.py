@@ -69,6 +69,13 @@ class NonFiniteValues(KVScopeError):
     code = "non_finite_values"
 
 
+class EngineBusy(KVScopeError):
+    """Work beside the replies found no time (503)."""
+
+    status = 503
+    code = "engine_busy"
+
+
 class EngineStopped(KVScopeError):
     """The engine thread has ended; nothing more can be generated (503)."""
 

@@ -72,6 +72,7 @@ class EngineParts:
             "device": str(self.model.device),
             "dtype": self.model.weight_format,
             "kv_format": self.kv_format,
+            "kv_formats": list(KV_FORMATS),
             "max_seq_len": self.max_seq_len,
             "block_size": spec.block_size,
             "num_layers": spec.num_layers,

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine import ledger, probes
+from engine import ledger, precision, probes
 from engine.config import EngineConfig
-from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, NotFound
+from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
+from engine.jobs import Slices
 from engine.loader import EngineParts, load_parts, ram_limit
-from engine.protocol import GenerateRequest, ProbeQuery
+from engine.protocol import GenerateRequest, PrecisionQuery, ProbeQuery
+from engine.sampling.beam import check_settings
 from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 from engine.tokenizer import ChatTokenizer
@@ -24,6 +26,7 @@ from engine.turn import QueueStream
 
 T = TypeVar("T")
 CALL_S = 60.0
+JOB_S = 600.0
 log = logging.getLogger("kvscope.engine")
 
 
@@ -121,6 +124,16 @@ class LocalEngine:
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
         return self._call(lambda: probes.probe(self._steps(), self._need_parts(), session_id, query))
+
+    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
+        parts = self._need_parts()
+        precision.check_query(query)
+        if len(query.token_ids) > parts.max_seq_len:
+            raise ContextOverflow(
+                f"The session has {len(query.token_ids)} tokens, but the context holds {parts.max_seq_len}."
+            )
+        check_ids(query.token_ids, parts)
+        return self._run_job(precision.compare_precision(parts, query))
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
@@ -250,6 +263,16 @@ class LocalEngine:
         self._post(command)
         return future.result(timeout=CALL_S)
 
+    def _run_job(self, slices: Slices[T]) -> T:
+        """Run on the engine thread, a slice after each step."""
+        future: Future[T] = Future()
+        self._post(lambda: self._steps().jobs.add(slices, future))
+        try:
+            return future.result(timeout=JOB_S)
+        except TimeoutError:
+            future.cancel()
+            raise EngineBusy("The engine had no time for this; try again when fewer replies are running.") from None
+
     def _need_parts(self) -> EngineParts:
         if self._parts is None or self._state == "loading":
             raise EngineStopped(
@@ -269,8 +292,8 @@ class LocalEngine:
             raise InvalidRequest("The prompt is empty.")
         if count >= limit:
             raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= parts.vocab_size:
-            raise InvalidRequest(f"Token ids must lie between 0 and {parts.vocab_size - 1}.")
+        check_ids(request.prompt_ids, parts)
+        check_settings(request.beams, request.params)
 
     def _claim(self, session_id: str | None) -> None:
         if session_id is None:
@@ -283,3 +306,9 @@ class LocalEngine:
     def _unclaim(self, session_id: str | None) -> None:
         with self._busy_lock:
             self._busy.discard(session_id or "")
+
+
+def check_ids(token_ids: Sequence[int], parts: EngineParts) -> None:
+    """Raises `InvalidRequest` if an id is not the model's."""
+    if min(token_ids) < 0 or max(token_ids) >= parts.vocab_size:
+        raise InvalidRequest(f"Token ids must lie between 0 and {parts.vocab_size - 1}.")

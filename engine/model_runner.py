@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,16 +61,21 @@ class ModelRunner:
         """
         if self._sampler is not None:
             self._sampler.prepare(requests, forced)
-        # OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
-        # another program wants the processor: only large steps are worth more than one. It stays at one for sampling.
-        torch.set_num_threads(self._threads if batch.token_count > SMALL_STEP else 1)
-        try:
+        with self.threads_for(batch.token_count):
             output, drawn = self._execute(batch, abandoned)
-        finally:
-            torch.set_num_threads(1)
         if self._sampler is None or drawn is None:
             return sample_on_host(output, requests, forced)
         return self._sampler.tokens(drawn, output, requests, forced)
+
+    @contextmanager
+    def threads_for(self, token_count: int) -> Iterator[None]:
+        """OpenMP's threads wait for each other at every small operation, and each wait costs milliseconds as soon as
+        another program wants the processor: only large steps are worth more than one. It stays at one for sampling."""
+        torch.set_num_threads(self._threads if token_count > SMALL_STEP else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
 
     def _execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool]) -> tuple[StepOutput, Tensor | None]:
         """With what the device's sampler launched, if there is one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import KVScopeError
+from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 
 
@@ -55,7 +56,8 @@ class GenerateRequest:
     `cause` says what the caller did to the history ("edit", "regenerate", ...), for the `Miss` if one occurs;
     `stored_cache_pos` how many tokens the session's last turn had cached, so that a cache lost by a restart is told.
     `forced_ids` are used in place of sampled ids, one per step; they take the same way through cache, stop check and
-    detokenizer. After the last one the reply ends.
+    detokenizer. After the last one the reply ends. With more than one beam nothing is drawn: `params` says when the
+    reply ends, and its text comes as a whole.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,6 +66,7 @@ class GenerateRequest:
     cause: str | None = None
     stored_cache_pos: int = 0
     forced_ids: tuple[int, ...] | None = None
+    beams: BeamParams = field(default_factory=BeamParams)
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
 
@@ -198,6 +201,13 @@ class ChatEngine(Protocol):
         """Cached values at some positions, as the kernel reads them: `{position, token_id, token, values, norm}`."""
         ...
 
+    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
+        """What a KV format costs these ids, as in `POST /api/sessions/{id}/compare`; replies go on meanwhile.
+
+        Raises `InvalidRequest`, also if the memory for it can't be had, and `ContextOverflow`.
+        """
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -229,6 +239,15 @@ class ProbeQuery:
     start: int = 0
     count: int = 10
     dims: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionQuery:
+    """`token_ids` are run in float32 and in `kv_format` (None: the cache's own); the last `count` are compared."""
+
+    token_ids: tuple[int, ...]
+    count: int = 64
+    kv_format: str | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

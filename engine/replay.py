@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import build_metadata
+from engine.jobs import Slices, run_through
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.checkpoints import StateCheckpoints
@@ -19,7 +20,7 @@ from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
 
 REPLAY_CHUNK = 256
-"""Tokens of one step."""
+"""Tokens of one step where nobody waits."""
 STATE_SLOTS = 4
 """Of a recurrent state: the null slot, the live one, and what the sequence keeps on its way."""
 
@@ -41,7 +42,11 @@ class Replay:
         self.sequence = Sequence(prefixes)
 
     def extend(self, token_ids: SequenceOf[int], logits: int = 1) -> Tensor:
-        """Run more ids, at most `REPLAY_CHUNK` at a time; float32 logits [n, V] of the last `logits` of them."""
+        """Run more ids; float32 logits [n, V] of the last `logits` of them."""
+        return run_through(self.slices(token_ids, logits, REPLAY_CHUNK))
+
+    def slices(self, token_ids: SequenceOf[int], logits: int, chunk: int) -> Slices[Tensor]:
+        """As `extend`, pausing after each `chunk` tokens."""
         sequence, parts = self.sequence, []
         end = len(sequence.token_ids) + len(token_ids)
         sequence.set_tokens([*sequence.token_ids, *token_ids])
@@ -49,7 +54,7 @@ class Replay:
         if self._states is not None:
             self._states.copy(self._slots.take_copies())
         while sequence.remaining:
-            count = min(sequence.remaining, REPLAY_CHUNK)
+            count = min(sequence.remaining, chunk)
             item = ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=True)
             ids, meta = build_metadata(ScheduledBatch((item,)), self.cache.spec.block_size, self.model.device)
             first = max(0, end - logits - item.start)
@@ -57,4 +62,6 @@ class Replay:
             hidden = self.model.hidden_states(ids, self.cache, meta, self._states)
             parts.append(self.model.head(hidden[rows]))
             sequence.advance(count)
+            if sequence.remaining:
+                yield
         return torch.cat(parts)

@@ -72,17 +72,31 @@ class Scheduler:
         sequence.status = Status.WAITING
         self.waiting.append(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        """The turn is over: a session's sequence turns idle with its blocks, any other gives them back."""
+    def join(self, fork: Sequence) -> None:
+        """A fork of a running sequence runs beside it; one that could not share all of its cache first catches up."""
+        if fork.remaining == 1:
+            fork.status = Status.RUNNING
+            self.running.append(fork)
+        else:
+            fork.status = Status.WAITING
+            self.waiting.appendleft(fork)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Schedule the sequence no more; it keeps its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def finish(self, sequence: Sequence) -> None:
+        """The turn is over: a session's sequence turns idle with its blocks, any other gives them back."""
+        self.leave(sequence)
+        sequence.places = 1
         sequence.park()
         sequence.touch()
         sequence.evicted_from = 0
         if sequence.session_id is None:
-            sequence.status = Status.FINISHED
             sequence.release_blocks()
         else:
             sequence.status = Status.IDLE
@@ -111,8 +125,10 @@ class Scheduler:
             if count and self._try_reserve(sequence, sequence.cache_pos + count):
                 items.append(self._item(sequence, count))
                 budget -= count
-        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+        while self.waiting and budget:
             sequence = self.waiting[0]
+            if sum(seq.places for seq in self.running) + sequence.places > self.limits.max_sequences:
+                break
             if self._being_computed(sequence) or not self._admit(sequence):
                 break
             count = sequence.next_chunk(budget)

@@ -40,8 +40,14 @@ class Sequence:
         self.cache_pos = 0
         self.evicted_from = 0
         self.status = Status.IDLE
+        self.places = 1
+        """Among the running sequences; more for one that will be forked into as many."""
         self.state = SequenceState(cache.checkpoints) if cache.checkpoints is not None else None
         self._cache = cache
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
 
     @property
     def remaining(self) -> int:
@@ -185,6 +191,13 @@ class Sequence:
             self.state.drop()
         self.nodes = []
         self.cache_pos = 0
+
+    def discard(self, kept: int) -> None:
+        """Give every block back for good: what this turn computed past the first `kept` tokens leaves the tree too, as
+        far as nobody else uses it."""
+        nodes = self.nodes[kept // self._cache.block_size :]
+        self.release_blocks()
+        self._cache.prune(nodes, self.turn_id)
 
     def _drop_blocks(self, kept: int) -> None:
         for block_id in reversed(self.block_table[kept:]):

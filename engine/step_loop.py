@@ -6,8 +6,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from engine.beam_turn import BeamTurn, scoring_params
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
+from engine.jobs import Jobs
 from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import StateCheckpoints
@@ -48,15 +50,17 @@ class StepLoop:
         restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
         self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
+        self.jobs = Jobs()
         self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
-        self._on_done: dict[Sequence, Callable[[], None]] = {}
+        self._on_done: dict[str, Callable[[], None]] = {}
+        self._last_beams: dict[str, list[dict[str, Any]]] = {}
         self._stopped: EngineStopped | None = None
         self._unchecked = False
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.keeper.has_unsaved
+        return self.scheduler.has_work or self.keeper.has_unsaved or bool(self.jobs)
 
     def fingerprint(self) -> dict[str, str]:
         """Of what runs now. Safe from any thread."""
@@ -82,20 +86,21 @@ class StepLoop:
             stream.fail(error)
             return
         self._turns[sequence] = turn
-        self._on_done[sequence] = on_done
+        self._on_done[request.request_id] = on_done
         self.scheduler.add(sequence)
         if self._stopped:
             self._end(turn, turn.fail(self._stopped))
 
     def cancel(self, request_id: str) -> None:
-        for turn in list(self._turns.values()):
+        for turn in self._active():
             if turn.request.request_id == request_id:
                 self._end(turn, turn.finish("cancelled"))
 
     def end_all(self, error: EngineStopped | None) -> None:
         """The engine stops: running turns end as cancelled, or with `error`; later ones fail at once."""
         self._stopped = error or EngineStopped("The engine has stopped; restart KVScope.")
-        for turn in list(self._turns.values()):
+        self.jobs.close(self._stopped)
+        for turn in self._active():
             self._end(turn, turn.fail(error) if error else turn.finish("cancelled"))
 
     def cached_prefix(self, session_id: str | None, prompt_ids: SequenceOf[int]) -> int:
@@ -118,6 +123,13 @@ class StepLoop:
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
         self._unchecked = True
+        self._last_beams.pop(session_id, None)
+
+    def beams(self, session_id: str) -> list[dict[str, Any]]:
+        """The beams of a session's running turn, or of its last one; none if that was no beam search."""
+        sequence = self.scheduler.find(session_id)
+        turn = self._turns.get(sequence) if sequence is not None else None
+        return turn.report() if isinstance(turn, BeamTurn) else self._last_beams.get(session_id, [])
 
     def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
@@ -164,12 +176,20 @@ class StepLoop:
         return slots * cache.spec.bytes_per_token
 
     def check_integrity(self) -> None:
-        check_integrity(self.prefix_cache, self.scheduler.sequences())
+        scheduled = dict.fromkeys(self.scheduler.sequences())
+        ended = [seq for turn in self._active() for seq in turn.sequences() if seq not in scheduled]
+        check_integrity(self.prefix_cache, [*scheduled, *ended])
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one batch, or, when nothing is left to run, recount who owns what."""
+        """Run one batch, or, when nothing is left to run, recount who owns what; then a slice of a longer job."""
+        self._run_batch()
+        if self.jobs:
+            with self.runner.threads_for(self.scheduler.limits.mixed_batch_tokens):
+                self.jobs.advance()
+
+    def _run_batch(self) -> None:
         batch = self.scheduler.schedule()
         if batch is None:
             self._idle()
@@ -213,28 +233,53 @@ class StepLoop:
     def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
         drawn = iter(zip(tokens.token_ids, tokens.logprobs, strict=True))
-        taken: list[tuple[ActiveTurn, int, SampledLogprob | None]] = []
+        taken: list[tuple[Sequence, int, SampledLogprob | None]] = []
         for item, finite in zip(batch.items, tokens.finite, strict=True):
-            turn = self._turns[item.sequence]
+            turn = self._turns.get(item.sequence)
             token = next(drawn) if item.wants_logits else None
+            if turn is None:  # another beam of this turn has just ended it
+                continue
             if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
                 continue
             item.sequence.advance(item.count)
             if token is not None:
-                taken.append((turn, *token))
+                taken.append((item.sequence, *token))
             else:
                 turn.report_prefill()
-        for turn, token_id, logprob in taken:
-            self._take(turn, token_id, logprob)
+        self._take(taken)
 
-    def _take(self, turn: ActiveTurn, token_id: int, logprob: SampledLogprob | None) -> None:
+    def _take(self, taken: SequenceOf[tuple[Sequence, int, SampledLogprob | None]]) -> None:
+        """What was sampled goes into the replies; beams choose once all of a turn have been run."""
+        for sequence, token_id, logprob in taken:
+            turn = self._turns.get(sequence)
+            if isinstance(turn, BeamTurn):
+                assert logprob is not None
+                turn.take_top(sequence, logprob.top)
+            elif turn is not None:
+                self._count_token(turn)
+                self._end_if(turn, turn.accept(token_id, self._with_text(logprob)))
+        for turn in self._active():
+            if isinstance(turn, BeamTurn) and turn.all_run:
+                self._count_token(turn)
+                self._end_if(turn, self._select_beams(turn))
+
+    def _count_token(self, turn: ActiveTurn) -> None:
         gap = turn.meter.token()
         if gap is not None:
             self.metrics.per_token.add(gap)
-        reason = turn.accept(token_id, self._with_text(logprob))
+
+    def _end_if(self, turn: ActiveTurn, reason: str | None) -> None:
         if reason is not None:
             self._end(turn, turn.finish(reason))
+
+    def _select_beams(self, turn: BeamTurn) -> str | None:
+        """Every beam has been run: who goes on; the finish reason if the search is over."""
+        for sequence in turn.beams:
+            del self._turns[sequence]
+        over = turn.select(self.scheduler)
+        self._turns.update(dict.fromkeys(turn.beams, turn))
+        return turn.write_best() if over else None
 
     def _with_text(self, logprob: SampledLogprob | None) -> TokenLogprob | None:
         if logprob is None:
@@ -253,24 +298,38 @@ class StepLoop:
         self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
     ) -> ActiveTurn:
         params, tokenizer = request.params, self._parts.tokenizer
+        if request.beams.searches:
+            params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
-        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, params.max_tokens)
-        detokenizer = Detokenizer(tokenizer, params.stop)
+        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, request.params.max_tokens)
+        detokenizer = Detokenizer(tokenizer, request.params.stop)
         shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
+        self._last_beams.pop(request.session_id or "", None)
+        if request.beams.searches:
+            return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)
         return ActiveTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer.eos_ids)
 
+    def _active(self) -> list[ActiveTurn]:
+        """Each turn once, however many sequences it has."""
+        return list(dict.fromkeys(self._turns.values()))
+
     def _end(self, turn: ActiveTurn, event: Finished | Failed) -> None:
+        for sequence in turn.sequences():
+            self._turns.pop(sequence, None)
+        if isinstance(turn, BeamTurn):
+            turn.drop_others(self.scheduler)
+            if turn.request.session_id is not None:
+                self._last_beams[turn.request.session_id] = turn.last_report
         self.scheduler.finish(turn.sequence)
         if turn.sequence.session_id is not None:
             self.keeper.turn_ended(turn.sequence.session_id)
-        del self._turns[turn.sequence]
-        self._on_done.pop(turn.sequence)()
+        self._on_done.pop(turn.request.request_id)()
         if event.stats is not None:
             self.metrics.turn_ended(event.stats)
         turn.stream.put(event)

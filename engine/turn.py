@@ -65,6 +65,10 @@ class ActiveTurn:
         self._eos_ids = frozenset() if request.params.ignore_eos else eos_ids
         self._forced = iter(request.forced_ids) if request.forced_ids is not None else None
 
+    def sequences(self) -> Iterator[Sequence]:
+        """All that hold blocks for this turn."""
+        yield self.sequence
+
     def forced_id(self) -> int | None:
         """The id to use in place of the sampled one, if the request brought its own."""
         return None if self._forced is None else next(self._forced, None)

@@ -13,6 +13,8 @@ from sessions.checks import check_json, parse_json
 from sessions.models import Message, Session, TurnRecord
 
 Row = Mapping[str, Any]
+MOST = 2**53
+"""Counts beyond it are no counts."""
 
 
 def pack_ids(token_ids: Sequence[int] | None) -> bytes | None:
@@ -126,3 +128,13 @@ def insert_turns(db: Database, turns: Sequence[TurnRecord]) -> None:
         }
         for turn in turns
     )
+
+
+def turn_lengths(db: Database, limit: int) -> list[int]:
+    """Prompt and generated tokens together, of the newest turns whose numbers are whole ones."""
+    prompt, generated = "json_extract(stats, '$.prompt_tokens')", "json_extract(stats, '$.generated_tokens')"
+    sound = " AND ".join(
+        f"typeof({value}) = 'integer' AND {value} BETWEEN 0 AND {MOST}" for value in (prompt, generated)
+    )
+    sql = f"SELECT {prompt} + {generated} FROM turns WHERE {sound} ORDER BY seq DESC LIMIT ?"
+    return [row[0] for row in db.execute(sql, [limit]).fetchall()]

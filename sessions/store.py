@@ -282,6 +282,11 @@ class SessionStore:
             tree.find_session(db, session_id)
             return list(_turns(db, session_id))
 
+    def turn_lengths(self, limit: int = 10_000) -> builtins.list[int]:
+        """Prompt and reply tokens of the newest turns of all sessions; turns without sound numbers are left out."""
+        with self._database.read() as db:
+            return rows.turn_lengths(db, limit)
+
     # Export and import
 
     def export(self, session_id: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ CONTROL = (
     "engine/prompt.py",
     "engine/memory_plan.py",
     "engine/sampling/params.py",
+    "engine/sampling/beam.py",
     "engine/kv_cache/block_pool.py",
     "engine/kv_cache/prefix_cache.py",
     "engine/kv_cache/checkpoints.py",

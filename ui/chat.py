@@ -16,7 +16,8 @@ from typing import Any
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
 from engine.local import LocalEngine
 from engine.prompt import effective_max_tokens
-from engine.protocol import ChatMessage, GenerateRequest
+from engine.protocol import ChatMessage, GenerateRequest, PrecisionQuery
+from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import fresh_seed
 from sessions.errors import NotStored
@@ -83,7 +84,13 @@ class ChatService:
             plan = self._planner.plan(session, self._path_to(session_id, user.id), params, None)
             return self._answer(session, user, plan, "regenerate")
 
-    def complete(self, session_id: str, messages: Sequence[ChatMessage], params: SamplingParams) -> Turn:
+    def complete(
+        self,
+        session_id: str,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        beams: BeamParams | None = None,
+    ) -> Turn:
         """Answer a whole conversation sent by a client: what equals the stored branch is kept, the rest is appended."""
         if not messages or messages[-1].role != "user":
             raise InvalidRequest("The last message of a session's turn must be a user message.")
@@ -107,7 +114,7 @@ class ChatService:
                 path.append(self.store.add_message(session_id, parent_id, message.role, message.content))
             plan = self._planner.plan(session, path, params, None)
             self._name_after(session, rest[0].content)
-            return self._answer(session, path[-1], plan, cause)
+            return self._answer(session, path[-1], plan, cause, beams)
 
     def stop(self, session_id: str) -> bool:
         """Ask the running turn, if any, to end; False if nothing was running."""
@@ -209,6 +216,12 @@ class ChatService:
         reused = self.engine.cached_prefix(session_id, ids)
         return PromptPreview(len(ids), reused, self._planner.context_limit, plan.dropped)
 
+    def compare_precision(self, session_id: str, count: int, kv_format: str | None) -> dict[str, Any]:
+        """What a KV format (None: the cache's own) costs the current branch, compared with float32."""
+        session = self._session(session_id)
+        history = self._planner.history(session, self.store.branch(session_id).messages)
+        return self.engine.compare_precision(PrecisionQuery(history, count, kv_format))
+
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""
         with self._lock:
@@ -234,7 +247,9 @@ class ChatService:
             with self._lock:
                 self._claimed.discard(session_id)
 
-    def _answer(self, session: Session, user: Message, plan: PromptPlan, cause: str | None) -> Turn:
+    def _answer(
+        self, session: Session, user: Message, plan: PromptPlan, cause: str | None, beams: BeamParams | None = None
+    ) -> Turn:
         params = plan.params if plan.params.seed is not None else replace(plan.params, seed=fresh_seed())
         # Settings and seed are all the random state there is: with them the reply can be made again.
         reply = self.store.add_message(
@@ -255,6 +270,7 @@ class ChatService:
             session_id=session.id,
             cause=self._cause(session.id, cause, last_turn, plan),
             stored_cache_pos=_cached_then(last_turn),
+            beams=beams or BeamParams(),
         )
         limit = effective_max_tokens(len(prompt_ids), self._planner.context_limit, plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)

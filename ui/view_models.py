@@ -138,6 +138,7 @@ def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     names = ("model", "device", "dtype", "kv_format", "max_seq_len", "block_size", "num_layers", "num_kv_heads",
              "head_dim", "bytes_per_token", "state_layers", "state_bytes", "chat_template")  # fmt: skip
     section = {name: capabilities.get(name) for name in names}
+    section["kv_formats"] = list(capabilities.get("kv_formats", ()))
     section["chat_templates"] = list(capabilities.get("chat_templates", ()))
     section["warnings"] = list(capabilities.get("warnings", ()))
     values = 2 * math.prod(int(section[name] or 0) for name in ("num_layers", "num_kv_heads", "head_dim"))

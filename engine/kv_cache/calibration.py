@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.jobs import Slices, run_through
 from engine.kv_cache.cache import KVCache
 from engine.models.registry import DecoderModel
-from engine.replay import Replay
+from engine.replay import REPLAY_CHUNK, Replay
 from kernels.kv_format import FP32
 
 CALIBRATION_TOKENS = 128
@@ -63,19 +64,25 @@ def calibrate(model: DecoderModel, cache: KVCache, token_ids: Sequence[int]) -> 
     Formats with scales get their balance constants first, the ones that cost least on this text: some models have few
     channels of K that are much larger than all others, and make those coarse that share their scale.
     """
+    return run_through(calibration_slices(model, cache, token_ids, REPLAY_CHUNK))
+
+
+def calibration_slices(
+    model: DecoderModel, cache: KVCache, token_ids: Sequence[int], chunk: int
+) -> Slices[PrecisionLoss]:
+    """As `calibrate`, pausing after each `chunk` tokens."""
     count = len(token_ids)
     exact = Replay(model, replace(cache.spec, format=FP32), count)
-    expected = exact.extend(token_ids, logits=count)
+    expected = yield from exact.slices(token_ids, count, chunk)
     candidates: list[Tensor | None] = [None]
     if cache.spec.format.has_scales:
         keys, values = exact.cache.read_tokens(exact.sequence.block_table, 0, count)
         candidates = [balance_constants(keys, values, evenness) for evenness in EVENNESS]
-
-    def loss_with(balance: Tensor | None) -> PrecisionLoss:
-        coarse = Replay(model, cache.spec, count, balance)
-        return precision_loss(expected, coarse.extend(token_ids, logits=count))
-
-    losses = [loss_with(balance) for balance in candidates]
+    losses: list[PrecisionLoss] = []
+    for balance in candidates:
+        yield
+        logits = yield from Replay(model, cache.spec, count, balance).slices(token_ids, count, chunk)
+        losses.append(precision_loss(expected, logits))
     best = min(range(len(losses)), key=lambda i: losses[i].mean_kl)
     cache.balance = candidates[best]
     return losses[best]

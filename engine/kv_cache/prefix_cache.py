@@ -130,6 +130,13 @@ class PrefixCache:
         if self.checkpoints is not None:
             self.checkpoints.forget(session_id)
 
+    def prune(self, path: Sequence[Node], turn_id: str | None) -> None:
+        """Remove the tail of a path as far as it is unused and was computed by this turn."""
+        for node in reversed(path):
+            if node.turn_id != turn_id or not self._evictable(node):
+                return
+            self._remove(node)
+
     def evictable_count(self) -> int:
         """Blocks that `evict` could free in all: unused ones with nothing but unused ones below them."""
         held: set[int] = set()

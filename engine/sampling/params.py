@@ -37,12 +37,12 @@ class SamplingParams:
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         check_whole("top_k", self.top_k, 0, 2**31)
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
@@ -53,7 +53,7 @@ class SamplingParams:
         _check_stop(self.stop)
         for token_id, bias in self.logit_bias.items():
             check_whole("logit_bias token id", token_id, 0, 2**31)
-            _in_range("logit_bias", bias, -1e4, 1e4)
+            check_number("logit_bias", bias, -1e4, 1e4)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
@@ -69,7 +69,8 @@ def check_whole(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {_shown(value)}.")
 
 
-def _in_range(name: str, value: object, low: float, high: float) -> None:
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Raises `InvalidRequest`, with the bounds, unless `value` is a number from `low` to `high`."""
     # Infinity and NaN lie in no range, and a whole number of any size can be compared.
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}.")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import NonFiniteValues
+from engine.sampling.beam import BeamParams
 from tests.support.fake_engine import reply_text
 
 ASK = {"messages": [{"role": "user", "content": "Hello there, tell me something long enough for two blocks."}]}
@@ -421,3 +422,45 @@ def test_without_an_engine_the_answer_is_503(client, engine, state):
     assert_error(post(client, ASK), 503)
     assert_error(post(client, {**ASK, "stream": True}), 503)
     assert client.get("/v1/models").json()["data"][0]["loaded"] is False
+
+
+# -- beams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams_reach_the_engine(client, engine, path, stream):
+    ask = ASK if path.endswith("chat/completions") else {"prompt": "Hello"}
+    beams = {"num_beams": 4, "length_penalty": 2, "early_stopping": True}
+    response = post(client, {**ask, **beams, "stream": stream}, path)
+    assert response.status_code == 200, response.text
+    assert engine.requests[-1].beams == BeamParams(4, 2, True)
+    post(client, ask, path)
+    assert not engine.requests[-1].beams.searches
+
+
+def test_beams_reach_the_engine_in_a_sessions_turn(client, engine, session_id):
+    assert post(client, {**ASK, "session_id": session_id, "num_beams": 3}).status_code == 200
+    assert engine.requests[-1].beams.num_beams == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 0},
+        {"num_beams": 9},
+        {"num_beams": "4"},
+        {"num_beams": 10**50},
+        {"num_beams": 2, "length_penalty": "long"},
+        {"num_beams": 2, "length_penalty": 1e6},
+        {"num_beams": 2, "early_stopping": "soon"},
+        {"num_beams": 2, "n": 2},
+        {"num_beams": 2, "logprobs": True},
+        {"num_beams": 2, "presence_penalty": 1},
+        {"num_beams": 2, "logit_bias": {"5": 1}},
+    ],
+)
+def test_beam_settings_that_make_no_sense_are_refused_before_anything_is_stored(client, engine, session_id, settings):
+    assert_error(post(client, {**ASK, **settings}), 400)
+    assert_error(post(client, {**ASK, **settings, "session_id": session_id}), 400)
+    assert engine.requests == [] and client.get(f"/api/sessions/{session_id}").json()["messages"] == []

@@ -15,6 +15,7 @@ from engine.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PrecisionQuery,
     PrefillProgress,
     ProbeQuery,
     TokenDelta,
@@ -123,6 +124,12 @@ class FakeEngine:
             for i, t in enumerate(ids)
         ]
 
+    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
+        self._check()
+        if not query.token_ids:
+            raise InvalidRequest("There is nothing in this session to compare yet.")
+        return {"kv_format": query.kv_format or "fp16", "tokens": query.count, "of": len(query.token_ids)}
+
     def memory(self) -> dict[str, Any]:
         self._check()
         return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
@@ -138,9 +145,16 @@ class FakeEngine:
         self._check()
         size = self.tokenizer.vocab_size
         return {
-            "model": self.name, "device": "cpu", "max_seq_len": self.context, "vocab_size": size, "warnings": [],
-            "snapshots": True, "snapshot_limit": 1 << 30,
-        }  # fmt: skip
+            "model": self.name,
+            "device": "cpu",
+            "max_seq_len": self.context,
+            "block_size": BLOCK,
+            "bytes_per_token": 1024,
+            "vocab_size": size,
+            "warnings": [],
+            "snapshots": True,
+            "snapshot_limit": 1 << 30,
+        }
 
     def close(self) -> None:
         self.state = "stopped"

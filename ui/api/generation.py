@@ -21,6 +21,7 @@ from engine.protocol import (
     TokenLogprob,
     TurnStats,
 )
+from engine.sampling.beam import BeamParams
 from engine.sampling.params import MAX_SEED, SamplingParams
 from ui.turn import Turn
 
@@ -64,7 +65,7 @@ def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 async def stateless_events(
-    engine: ChatEngine, prompt_ids: Sequence[int], choices: Sequence[SamplingParams]
+    engine: ChatEngine, prompt_ids: Sequence[int], choices: Sequence[SamplingParams], beams: BeamParams
 ) -> AsyncIterator[Indexed]:
     """Events of all choices as they come. Closing the iterator ends the replies that still run.
 
@@ -74,7 +75,7 @@ async def stateless_events(
     running: dict[int, EventStream] = {}
 
     def start(index: int) -> None:
-        request = GenerateRequest(tuple(prompt_ids), choices[index])
+        request = GenerateRequest(tuple(prompt_ids), choices[index], beams=beams)
         running[index] = engine.generate(request)
         _read_in_thread(running[index], index, queue)
 

@@ -4,6 +4,7 @@ Where that interface leaves a choice: parts of a content are joined by line feed
 assistant message is continued, and the answer holds only what was added (with `session_id` it is refused); of
 `max_tokens` and `max_completion_tokens` the smaller one counts; `/v1/completions` stops after 16 tokens unless told
 otherwise; a prompt that does not fit is refused, nothing of it is dropped (with `session_id` whole oldest turns are).
+With `num_beams` (an extension, with `length_penalty` and `early_stopping`) one reply is searched and comes as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequest, NotFound
 from engine.protocol import ChatMessage, TokenDelta
+from engine.sampling.beam import BeamParams, check_settings
 from engine.sampling.params import MAX_TOP_LOGPROBS, SamplingParams, check_whole
 from ui.api.bodies import Json, checked_uuid, optional, read_object
 from ui.api.generation import Indexed, Reply, seeded, stateless_events, turn_events, with_first_event
@@ -32,6 +34,7 @@ from ui.chat import ChatService
 
 MAX_CHOICES = 8
 COMPLETION_TOKENS = 16
+BEAM_SETTINGS = tuple(field.name for field in fields(BeamParams))
 SETTINGS = (NAMES | {LIMIT_ALIAS}) - {"top_logprobs"}
 ModelNames = Callable[[], list[str]]
 
@@ -48,6 +51,7 @@ class _Call:
     choices: int
     stream: bool
     include_usage: bool
+    beams: BeamParams
 
 
 def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelNames) -> None:
@@ -74,8 +78,7 @@ def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelName
             return await _session_completion(request, chat, shape, messages, body)
         call = _read_call(body, SamplingParams(), _chat_logprobs(body))
         prompt_ids = await asyncio.to_thread(render_stateless, chat, messages)
-        events = stateless_events(chat.engine, prompt_ids, seeded(call.params, call.choices))
-        return await _answer(request, shape, call, events)
+        return await _answer(request, shape, call, _stateless(chat, prompt_ids, call))
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -89,8 +92,11 @@ def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelName
         prompt = parse_prompt(body.get("prompt"))
         prompt_ids, text = await asyncio.to_thread(_tokenize_prompt, chat, prompt)
         shape = CompletionShape(model_name, text if echo else "")
-        events = stateless_events(chat.engine, prompt_ids, seeded(call.params, call.choices))
-        return await _answer(request, shape, call, events)
+        return await _answer(request, shape, call, _stateless(chat, prompt_ids, call))
+
+
+def _stateless(chat: ChatService, prompt_ids: tuple[int, ...], call: _Call) -> AsyncIterator[Indexed]:
+    return stateless_events(chat.engine, prompt_ids, seeded(call.params, call.choices), call.beams)
 
 
 async def _session_completion(
@@ -101,7 +107,7 @@ async def _session_completion(
     call = _read_call(body, parse_params(session.params), _chat_logprobs(body))
     if call.choices != 1:
         raise InvalidRequest("n must be 1 for a turn of a session.")
-    turn = await asyncio.to_thread(chat.complete, session_id, messages, call.params)
+    turn = await asyncio.to_thread(chat.complete, session_id, messages, call.params, call.beams)
     return await _answer(request, shape, call, turn_events(turn))
 
 
@@ -150,7 +156,11 @@ def _read_call(body: dict[str, Any], base: SamplingParams, top_logprobs: int | N
     check_whole("n", choices, 1, MAX_CHOICES)
     options = optional(body, "stream_options", dict, {})
     include_usage = optional(options, "include_usage", bool, False)
-    return _Call(params, choices, optional(body, "stream", bool, False), include_usage)
+    beams = BeamParams(**{name: body[name] for name in BEAM_SETTINGS if body.get(name) is not None})
+    check_settings(beams, params)
+    if beams.searches and choices != 1:
+        raise InvalidRequest("n must be 1 with num_beams: a search finds one reply.")
+    return _Call(params, choices, optional(body, "stream", bool, False), include_usage, beams)
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:

@@ -159,6 +159,14 @@ export async function copyText(text) {
   }
 }
 
+// Names and values of a <dl>.
+export function fillFacts(list, facts) {
+  const key = JSON.stringify(facts);
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
+  list.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
 export const number = (value) => Math.round(value).toLocaleString("en-US");
 
 export function bytes(value) {

@@ -41,6 +41,14 @@ export function act(session, name, body = {}) {
   });
 }
 
+export function advice() {
+  return request("api/advice", {});
+}
+
+export function compare(session, kvFormat) {
+  return request(path(session, "compare"), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ kv_format: kvFormat }) });
+}
+
 export function useTemplate(name) {
   return request("api/template", { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ name }) });
 }

@@ -1,6 +1,7 @@
 // The live panel: what is in the cache, what the last turn cost, where the memory is.
 
-import { bytes, copyText, duration, h, iconButton, number, setText } from "./dom.js";
+import { bytes, copyText, duration, fillFacts, h, iconButton, number, setText } from "./dom.js";
+import { Measures } from "./measures.js";
 
 const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
@@ -45,6 +46,7 @@ export class LivePanel {
     this.blockNote = h("p", { class: "quiet" });
     this.state = h("p", { class: "quiet", hidden: true });
     this.invariants = h("div", { class: "lights" });
+    this.measures = new Measures(this.page);
     this.buildProbe();
     const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
     this.root = h("div", { class: "panel" },
@@ -56,6 +58,8 @@ export class LivePanel {
       section("Blocks", this.cells, this.blockNote, this.state, this.invariants),
       h("section", {}, h("h3", {}, "Probe"), this.probeBar, this.probe),
       section("Memory", this.memory),
+      section("Precision", h("div", { class: "measure-bar" }, this.measures.format, this.measures.button), this.measures.loss, this.measures.verdict),
+      section("Context limit", this.measures.curve, this.measures.lengths, this.measures.advice),
       section("Model", this.model));
   }
 
@@ -100,6 +104,7 @@ export class LivePanel {
   clear() {
     const empty = { keep: 0, add: [] };
     this.draw({ turn: null, cache: null, blocks: empty, head: empty, tail: empty });
+    this.measures.clear();
     this.expect();
   }
 
@@ -112,7 +117,12 @@ export class LivePanel {
     }
     for (const name of ["model", "turn", "cache", "memory"]) if (changes[name] !== undefined) this.facts[name] = changes[name];
     this.drawSession();
-    if (changes.model) this.drawModel();
+    if (changes.model) {
+      this.drawModel();
+      this.measures.drawModel(changes.model);
+    }
+    // The lengths of all turns are other ones once a turn has ended.
+    if (changes.model || (changes.turn && !changes.turn.running)) this.measures.refresh();
     if (changes.turn !== undefined) this.drawTurn();
     if (changes.memory) this.drawMemory();
     if (changes.blocks) this.drawBlocks(changes.blocks.keep);
@@ -285,11 +295,4 @@ function shown(text) {
 
 function short(value) {
   return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
-}
-
-function fillFacts(list, facts) {
-  const key = JSON.stringify(facts);
-  if (list.dataset.key === key) return;
-  list.dataset.key = key;
-  list.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
