@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # As in the app: torch's threads must not spin while they wait. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -19,14 +20,21 @@ from filelock import FileLock
 
 from engine.weights.catalog import ModelSource, resolve
 
-IN_ONE_PROCESS = ("e2e", "contract/test_command_line.py")
+IN_ONE_PROCESS = ("tests/e2e/", "tests/contract/test_command_line.py")
 """Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test."""
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n 2` (pytest-xdist) a file's tests stay together, and those that start apps are in one process."""
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
-    item.add_marker(pytest.mark.xdist_group("apps" if name.startswith(IN_ONE_PROCESS) else name))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "apps" if file.startswith(IN_ONE_PROCESS) else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
