@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from engine.kv_cache.ssm_state import SSMStateSpec
 from engine.loader import EngineParts
 
 ENGINE_VERSION = "1"
@@ -20,10 +21,16 @@ def _balance_digest(balance: Tensor | None) -> str:
     return ", balance " + hashlib.sha256(balance.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
+def _state_layout(spec: SSMStateSpec) -> str:
+    conv, dtype = list(spec.conv_shape), str(spec.conv_dtype).removeprefix("torch.")
+    return f"{spec.num_layers} layers, {dtype} {conv}, float32 {list(spec.ssm_shape)}"
+
+
 def fingerprint(parts: EngineParts) -> dict[str, str]:
     """By names fit for a sentence. The first call for a tokenizer takes a while (`vocabulary_digest`)."""
     config = parts.model.config
     rope = ", ".join(f"{name} {value}" for name, value in asdict(config.rope).items())
+    state = {"recurrent state": _state_layout(parts.states.spec)} if parts.states is not None else {}
     return {
         "weights": parts.weights_id,
         "weight format": f"{parts.model.weight_format} in {str(parts.model.dtype).removeprefix('torch.')}",
@@ -33,4 +40,5 @@ def fingerprint(parts: EngineParts) -> dict[str, str]:
         "tokenizer": parts.tokenizer.vocabulary_digest,
         "chat template": parts.tokenizer.template_digest,
         "engine version": ENGINE_VERSION,
+        **state,
     }

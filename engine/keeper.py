@@ -8,6 +8,8 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from engine.errors import Conflict
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.host_tier import HostTier
@@ -99,6 +101,7 @@ class SessionKeeper:
         self._submit(
             SaveJob(
                 session_id=session_id,
+                state=self._state(sequence),
                 fingerprint=self._fingerprint,
                 block_size=self._runner.cache.spec.block_size,
                 token_ids=tuple(sequence.token_ids),
@@ -129,7 +132,7 @@ class SessionKeeper:
         """`(keys of all blocks, those that were handed over before)`; a node of the tree never changes its content."""
         known = self._saved.get(sequence.session_id or "", [])
         keys, old = [], set()
-        for index in range(-(-sequence.cache_pos // self._runner.cache.spec.block_size)):
+        for index in range(self._block_count(sequence)):
             node = sequence.nodes[index] if index < len(sequence.nodes) else None
             before = known[index] if node is not None and index < len(known) else (None, None)
             if before[0] is node and before[1] is not None:
@@ -138,6 +141,17 @@ class SessionKeeper:
             else:
                 keys.append(f"{self._run}-{next(self._numbers)}")
         return keys, old
+
+    def _block_count(self, sequence: Sequence) -> int:
+        """Blocks up to `cache_pos`; none where nothing attends."""
+        return min(-(-sequence.cache_pos // self._runner.cache.spec.block_size), len(sequence.block_table))
+
+    def _state(self, sequence: Sequence) -> dict[str, Tensor] | None:
+        """What an idle sequence with something in the cache holds of a recurrent state, after `sync_blocks`."""
+        if sequence.state is None or self._runner.states is None:
+            return None
+        assert sequence.state.held is not None and sequence.state.held.position == sequence.cache_pos
+        return self._runner.states.export_state(sequence.state.held.slot)
 
     # -- out of the pool and back -----------------------------------------------------------------------------------
 
@@ -148,9 +162,9 @@ class SessionKeeper:
             return
         self.save(session_id)
         gone = [session_id]
-        spec = self._runner.cache.spec
-        count = -(-sequence.cache_pos // spec.block_size)
-        if count * spec.block_bytes <= self.ram.limit:
+        count = self._block_count(sequence)
+        state_bytes = self._runner.states.spec.nbytes if self._runner.states is not None else 0
+        if count * self._runner.cache.spec.block_bytes + state_bytes <= self.ram.limit:
             keys = [key for _, key in self._saved.get(session_id, [])][: len(sequence.nodes)]
             self._runner.sync_blocks()
             held = HeldBlocks(
@@ -158,7 +172,8 @@ class SessionKeeper:
                 cache_pos=sequence.cache_pos,
                 turns=tuple(sequence.block_turns[:count]),
                 keys=(*keys, *[None] * (count - len(keys))),
-                tensors=self._runner.cache.export_blocks(sequence.block_table[:count]),
+                tensors=self._runner.cache.export_blocks(sequence.block_table[:count]) if count else {},
+                state=self._state(sequence),
             )
             gone = self.ram.put(session_id, held)
         self.present.difference_update(gone)

@@ -26,10 +26,6 @@ from kernels.kv_format import KV_FORMATS
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
-NOT_KEPT = (
-    "Sessions of this model do not keep their cache over a restart, because its recurrent state is not stored: "
-    "the first turn after one computes the whole conversation."
-)
 FP8_CAPABILITY = (8, 9)
 RAM_SHARE, CARD_SHARE = 0.25, 0.85
 
@@ -146,7 +142,6 @@ def assemble(
             *tokenizer.warnings,
             *model.warnings,
             *calibrated(model, cache, tokenizer, max_seq_len),
-            *((NOT_KEPT,) if state is not None else ()),
         ),
         states=SSMStatePool(state, model.device) if state is not None else None,
         state_slots=state_slots,

@@ -182,10 +182,8 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             self._parts = self._load(self._config)
-            # A session is whole with its recurrent state only, and that is not kept outside of the device.
-            keeps = self._parts.states is None
-            submit = self._snapshots.submit if self._snapshots is not None and keeps else None
-            self._loop = StepLoop(self._parts, ram_limit(self._config, self._parts) if keeps else 0, submit)
+            submit = self._snapshots.submit if self._snapshots is not None else None
+            self._loop = StepLoop(self._parts, ram_limit(self._config, self._parts), submit)
         except BaseException as error:
             self._failure = error
             self._state = "stopped"

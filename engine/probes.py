@@ -107,7 +107,8 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
 def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> dict[str, Any]:
     """The same, with what is on disk of a session that has nothing in the pool or in RAM, and why it is not used."""
     report = {**report, "refused": snapshots.refusal(session_id)}
-    manifest = snapshots.manifest(session_id) if not report["blocks"] and report["status"] == "idle" else None
+    here = report["cache_pos"] or report["blocks"] or report["away"]
+    manifest = snapshots.manifest(session_id) if not here and report["status"] == "idle" else None
     if manifest is None or report["refused"] is not None:
         return report
     turns = [block.turn for block in manifest.blocks]

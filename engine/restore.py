@@ -1,4 +1,4 @@
-"""A session's blocks back into the pool: whole or not at all, and checked by computing a few positions anew."""
+"""A session's blocks and state back into the pools: whole or not at all, checked by computing positions anew."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.held import HeldBlocks
 from engine.kv_cache.manifest import SnapshotRefused
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.sequence_state import SequenceState
 from engine.model_runner import ModelRunner
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence
@@ -40,14 +41,21 @@ class Restorer:
         """The session's sequence, idle, with all its blocks, and how many are shared: those that the tree had.
 
         `displacing`: idle sessions may lose their blocks for it. Nothing live changes before all is checked. Raises
-        `NoRoom`, and `SnapshotRefused` where `audit` finds other values than the model computes.
+        `NoRoom`, and `SnapshotRefused` where `audit` finds other values than the model computes, or K and V come
+        without the recurrent state that belongs to them.
         """
+        self._check_whole(held)
         sequence = self._shared_part(session_id, held)
         shared = len(sequence.block_table)
         try:
-            self._copy_in(sequence, held, displacing)
+            if sequence.state is not None and (sequence.state.held is None or (audit and shared < len(held.turns))):
+                self._room_for_state(displacing)  # the audit, too, needs a slot for a moment
+            if self._cache.holds_kv:
+                self._copy_in(sequence, held, displacing)
             if audit and len(sequence.block_table) > shared:
                 self._audit(sequence, shared, held.cache_pos)
+            if sequence.state is not None and sequence.state.held is None:
+                self._take_state(sequence.state, held, session_id)
         except BaseException:
             sequence.release_blocks()
             raise
@@ -55,6 +63,13 @@ class Restorer:
         self._scheduler.idle.pop(session_id, None)
         self._scheduler.finish(sequence)
         return sequence, shared
+
+    def _check_whole(self, held: HeldBlocks) -> None:
+        wanted = -(-held.cache_pos // self._cache.block_size) if self._cache.holds_kv else 0
+        if len(held.turns) != wanted:
+            raise SnapshotRefused(f"The snapshot has {len(held.turns)} blocks in place of {wanted}.")
+        if (held.state is None) != (self._cache.checkpoints is None):
+            raise SnapshotRefused("The snapshot lacks the recurrent state that belongs to its tokens.")
 
     def _shared_part(self, session_id: str, held: HeldBlocks) -> Sequence:
         path = self._cache.match(held.token_ids[: held.cache_pos])
@@ -66,7 +81,28 @@ class Restorer:
         sequence.block_turns = [node.turn_id for node in path]
         sequence.nodes = path
         sequence.cache_pos = len(path) * self._cache.block_size
+        if sequence.state is not None and sequence.state.resume(held.token_ids, held.cache_pos) < held.cache_pos:
+            sequence.state.drop()
         return sequence
+
+    def _room_for_state(self, displacing: bool) -> None:
+        checkpoints = self._cache.checkpoints
+        assert checkpoints is not None
+        if not (self._scheduler.make_room_for_state() if displacing else checkpoints.slots.free_count):
+            raise NoRoom
+
+    def _take_state(self, state: SequenceState, held: HeldBlocks, session_id: str) -> None:
+        """Hold the state at `cache_pos` as a checkpoint, which others may go on from too."""
+        checkpoints, states = self._cache.checkpoints, self._runner.states
+        assert checkpoints is not None and states is not None and held.state is not None
+        slot = checkpoints.allocate()
+        self._runner.sync_blocks()  # copies that are due may read what the slot held before
+        try:
+            states.import_state(slot, held.state)
+        except ValueError as error:
+            checkpoints.slots.release(slot)
+            raise SnapshotRefused(f"The snapshot's recurrent state does not fit: {error}.") from error
+        state.hold(checkpoints.add(held.token_ids[: held.cache_pos], slot, session_id))
 
     def _copy_in(self, sequence: Sequence, held: HeldBlocks, displacing: bool) -> None:
         first = len(sequence.block_table)
@@ -90,7 +126,15 @@ class Restorer:
 
         They are the first and the middle one that were copied in, and the last. Positions of the last attend to the
         whole prefix, so that a fault elsewhere shows in their K and V as far as they attend to it.
+
+        With recurrent layers a position can be computed only from the state before it, and that is known at the first
+        token alone: the first block is computed, unless the tree had it. All else, and the state itself, is held
+        against its digest when it is read, which tells damage but not values that were wrong when written.
         """
+        if sequence.state is not None:
+            if not first:
+                self._audit_beginning(sequence, cache_pos)
+            return
         size, last = self._cache.block_size, len(sequence.block_table) - 1
         ends = [min((index + 1) * size, cache_pos) for index in sorted({first, (first + last) // 2, last})]
         samples: list[ScheduledItem] = []
@@ -105,6 +149,21 @@ class Restorer:
         finally:
             for item in samples:
                 self._cache.pool.release(item.sequence.block_table[-1])
+
+    def _audit_beginning(self, sequence: Sequence, cache_pos: int) -> None:
+        """Run the first block's positions again, from the state before the first token, into a block of their own."""
+        count = min(self._cache.block_size, cache_pos)
+        again = Sequence(self._cache)
+        again.set_tokens(sequence.token_ids[:count])
+        item = ScheduledItem(again, 0, count, False)
+        try:
+            again.reserve(count)
+            self._runner.execute(ScheduledBatch((item,)), (), ())
+            self._compare(sequence, item)
+        except OutOfBlocks as error:
+            raise NoRoom from error
+        finally:
+            again.release_blocks()
 
     def _sample(self, sequence: Sequence, end: int) -> ScheduledItem:
         """The last positions before `end`, with a copy of their block at the end of the table."""

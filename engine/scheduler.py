@@ -190,6 +190,16 @@ class Scheduler:
         self._cache.evict(count - self._cache.pool.free_count)
         return True
 
+    def make_room_for_state(self) -> bool:
+        """See to it that a slot for a recurrent state is free, as `make_room` does with blocks; checkpoints that nobody
+        holds go first."""
+        checkpoints = self._cache.checkpoints
+        assert checkpoints is not None
+        while not checkpoints.slots.free_count:
+            if not (checkpoints.evict(1) or self._displace_one()):
+                return False
+        return True
+
     def _displace_one(self) -> bool:
         for sequence in self.idle.values():
             if sequence.holds_cache:

@@ -63,7 +63,12 @@ class Snapshots:
             manifest = self.store.manifest(session_id)
         except SnapshotRefused:
             return True  # reading it will say so
-        return manifest is not None and len(manifest.blocks) + AUDITED_BLOCKS <= loop.prefix_cache.pool.free_count
+        if manifest is None:
+            return False
+        checkpoints = loop.prefix_cache.checkpoints
+        wanted = len(manifest.blocks) + AUDITED_BLOCKS if manifest.blocks else 0
+        has_slot = checkpoints is None or checkpoints.slots.free_count > 0
+        return has_slot and wanted <= loop.prefix_cache.pool.free_count
 
     def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, loop: StepLoop) -> None:
         """On the engine thread."""
@@ -142,7 +147,7 @@ class Snapshots:
             "bytes": self.store.sizes().get(session_id, 0),
             "tokens": manifest.cache_pos,
             "blocks": len(manifest.blocks),
-            "files": len(manifest.segments) + 1,
+            "files": len(manifest.files) + 1,
             "fingerprint": dict(manifest.fingerprint),
             "created_at": manifest.created_at,
             "age_s": round(max(time.time() - manifest.created_at, 0.0), 3),

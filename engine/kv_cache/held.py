@@ -1,9 +1,9 @@
-"""Blocks of one session outside the pool: as host tensors, on their way to RAM or disk and back."""
+"""What one session has cached, outside the pool: as host tensors, on its way to RAM or disk and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,7 +14,8 @@ class HeldBlocks:
 
     Positions `0 .. cache_pos - 1` of `token_ids` are in the blocks, whose host copies are rows of `tensors`
     (`KVCache.export_blocks`). `turns` says which turn wrote each block, `keys` names its stored copy on disk (None:
-    there is none).
+    there is none). `state` is the recurrent state after the first `cache_pos` ids (`SSMStatePool.export_state`) of a
+    model that has one; if nothing in it attends there are no blocks.
     """
 
     token_ids: tuple[int, ...]
@@ -22,18 +23,20 @@ class HeldBlocks:
     turns: tuple[str | None, ...]
     keys: tuple[str | None, ...]
     tensors: Mapping[str, Tensor]
+    state: Mapping[str, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *(self.state or {}).values()))
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """A session's blocks for the disk: all their `keys` in order, and the tensors of those that are not there yet.
 
-    `new` holds, by key, one block's tensors (no leading dimension). `fingerprint` is asked where the job is carried
-    out, because the first answer takes a while.
+    `new` holds, by key, one block's tensors (no leading dimension). `state` is that of `HeldBlocks`, and always whole:
+    unlike a block it is another one after each turn. `fingerprint` is asked where the job is carried out, because the
+    first answer takes a while.
     """
 
     session_id: str
@@ -44,17 +47,9 @@ class SaveJob:
     turns: tuple[str | None, ...]
     keys: tuple[str, ...]
     new: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Tensor] | None = None
 
     def after(self, earlier: SaveJob) -> SaveJob:
         """This job in place of both: what the earlier one brought and this one still lists comes along."""
         new = {key: earlier.new[key] for key in self.keys if key in earlier.new} | dict(self.new)
-        return SaveJob(
-            self.session_id,
-            self.fingerprint,
-            self.block_size,
-            self.token_ids,
-            self.cache_pos,
-            self.turns,
-            self.keys,
-            new,
-        )
+        return replace(self, new=new)

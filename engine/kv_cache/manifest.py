@@ -1,4 +1,5 @@
-"""What a snapshot on disk consists of: `manifest.json`, which lists every block with its place and its digest."""
+"""What a snapshot on disk consists of: `manifest.json`, which lists every block with its place and its digest,
+and the recurrent state with its own."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ DTYPES = {
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn)
 }
 _SEGMENT_NAME = re.compile(r"segment-[0-9]{6,}\.safetensors")
+_STATE_NAME = re.compile(r"state-[0-9]{6,}\.safetensors")
 
 
 class SnapshotRefused(Exception):
@@ -37,8 +39,21 @@ class StoredBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredState:
+    """The recurrent state at `cache_pos`: a file of its own of `nbytes` bytes; `digest` is that of `block_digest`."""
+
+    file: str
+    nbytes: int
+    digest: str
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """`tensors` gives type and shape of one block's tensors by name, `segments` the size in bytes of each file."""
+    """`tensors` gives type and shape of one block's tensors by name, `segments` the size in bytes of each file.
+
+    Without a `state` every cached token is in a block; with one there may be no blocks (nothing attends).
+    """
 
     session_id: str
     created_at: float
@@ -49,6 +64,19 @@ class Manifest:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     blocks: tuple[StoredBlock, ...]
     segments: Mapping[str, int]
+    state: StoredState | None = None
+
+    @property
+    def files(self) -> set[str]:
+        """Names of all files beside the manifest."""
+        return {*self.segments, *([self.state.file] if self.state is not None else [])}
+
+    def check_fingerprint(self, wanted: Mapping[str, str]) -> None:
+        """Raises `SnapshotRefused` naming the first field that differs."""
+        for name in wanted:
+            found = self.fingerprint.get(name, "not known")
+            if found != wanted[name]:
+                raise SnapshotRefused(f"The snapshot's {name} is {found}, and what runs now has {wanted[name]}.")
 
     def to_bytes(self) -> bytes:
         """JSON with a digest of all the rest of it."""
@@ -77,38 +105,55 @@ def _dumps(value: Any) -> bytes:
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
-    tensors = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in body["tensors"].items()}
+    tensors = _kinds_from_json(body["tensors"])
+    state = body.pop("state", None)
+    if state is not None:
+        state = StoredState(**{**state, "tensors": _kinds_from_json(state["tensors"])})
     blocks = tuple(StoredBlock(**block) for block in body["blocks"])
     token_ids = tuple(map(int, body["token_ids"]))
-    return Manifest(**{**body, "tensors": tensors, "blocks": blocks, "token_ids": token_ids})
+    return Manifest(**{**body, "tensors": tensors, "blocks": blocks, "token_ids": token_ids, "state": state})
+
+
+def _kinds_from_json(kinds: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in kinds.items()}
 
 
 def _check(manifest: Manifest) -> None:
     wanted = -(-manifest.cache_pos // manifest.block_size) if manifest.block_size > 0 else -1
-    if len(manifest.blocks) != wanted or not 0 < manifest.cache_pos <= len(manifest.token_ids):
+    blockless = manifest.state is not None and not manifest.blocks
+    if (len(manifest.blocks) != wanted and not blockless) or not 0 < manifest.cache_pos <= len(manifest.token_ids):
         raise SnapshotRefused(
             f"The snapshot's counts contradict each other: {len(manifest.blocks)} blocks of {manifest.block_size} and "
             f"{len(manifest.token_ids)} token ids for {manifest.cache_pos} cached tokens."
         )
-    if any(not _SEGMENT_NAME.fullmatch(name) for name in manifest.segments):
+    state = manifest.state
+    if any(not _SEGMENT_NAME.fullmatch(name) for name in manifest.segments) or (
+        state is not None and not _STATE_NAME.fullmatch(state.file)
+    ):
         raise SnapshotRefused("The snapshot's manifest is damaged: it names a file that is none of its own.")
     if any(block.segment not in manifest.segments or block.row < 0 for block in manifest.blocks):
         raise SnapshotRefused("The snapshot's manifest is damaged: a block lies in no file.")
-    if "data" not in manifest.tensors or any(dtype not in DTYPES for dtype, _ in manifest.tensors.values()):
+    kinds = [*manifest.tensors.values(), *(state.tensors.values() if state is not None else ())]
+    if (manifest.blocks and "data" not in manifest.tensors) or any(dtype not in DTYPES for dtype, _ in kinds):
         raise SnapshotRefused("The snapshot's manifest is damaged: it names a type of tensor that blocks don't have.")
 
 
-def segment_number(name: str) -> int:
-    """0 for what is no segment."""
-    return int(name[8:].split(".")[0]) if _SEGMENT_NAME.fullmatch(name) else 0
+def file_number(name: str) -> int:
+    """Of a segment or a state; 0 for any other file."""
+    known = _SEGMENT_NAME.fullmatch(name) or _STATE_NAME.fullmatch(name)
+    return int(name.split("-")[1].split(".")[0]) if known else 0
 
 
 def segment_name(number: int) -> str:
     return f"segment-{number:06d}.safetensors"
 
 
+def state_name(number: int) -> str:
+    return f"state-{number:06d}.safetensors"
+
+
 def block_digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the bytes of one block's tensors, by name."""
+    """sha256 over the bytes of one block's tensors, or a state's, by name."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())

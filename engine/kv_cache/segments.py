@@ -1,4 +1,4 @@
-"""The files that hold a snapshot's blocks: safetensors, each with the tensors of some blocks stacked."""
+"""The files of a snapshot, all safetensors: some with the tensors of blocks, stacked, one with the recurrent state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from engine.kv_cache.manifest import (
     Manifest,
     SnapshotRefused,
     StoredBlock,
+    StoredState,
     block_digest,
+    file_number,
     segment_name,
-    segment_number,
+    state_name,
     tensor_kinds,
 )
 
@@ -38,7 +40,7 @@ def write_segments(
     """Put blocks into new files of `folder`: `(blocks by key, sizes by file)`. Raises OSError."""
     added: dict[str, StoredBlock] = {}
     sizes: dict[str, int] = {}
-    number = max((segment_number(path.name) for path in folder.iterdir()), default=0)
+    number = _last_number(folder)
     for group in _grouped(blocks):
         number += 1
         name = segment_name(number)
@@ -51,12 +53,27 @@ def write_segments(
     return added, sizes
 
 
+def write_state(folder: Path, state: Mapping[str, Tensor], write: Callable[[Path, bytes], None]) -> StoredState:
+    """Put a recurrent state into a new file of `folder`. Raises OSError."""
+    name, data = state_name(_last_number(folder) + 1), save_tensors(dict(state))
+    write(folder / name, data)
+    return StoredState(name, len(data), block_digest(state), tensor_kinds(state))
+
+
+def read_state(folder: Path, stored: StoredState) -> dict[str, Tensor]:
+    """The recurrent state, verified. Raises `SnapshotRefused`."""
+    tensors = _load(folder / stored.file, stored.nbytes)
+    if tensor_kinds(tensors) != dict(stored.tensors) or block_digest(tensors) != stored.digest:
+        raise SnapshotRefused("The snapshot's recurrent state is damaged: its digest does not fit.")
+    return tensors
+
+
 def read_blocks(folder: Path, manifest: Manifest) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """`(index, tensors)` of each block, verified, in order. Raises `SnapshotRefused`."""
     segment, loaded = "", {}
     for index, block in enumerate(manifest.blocks):
         if block.segment != segment:
-            segment, loaded = block.segment, _load(folder / block.segment, manifest)
+            segment, loaded = block.segment, _load_segment(folder / block.segment, manifest)
         if block.row >= len(loaded["data"]):
             raise SnapshotRefused(f"The snapshot's file {segment} lacks block {index}.")
         tensors = {name: tensor[block.row] for name, tensor in loaded.items()}
@@ -74,23 +91,30 @@ def is_wasteful(manifest: Manifest) -> bool:
     return 2 * live < sum(manifest.segments.values()) or len(manifest.segments) > MOST_SEGMENTS
 
 
-def _load(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+def _last_number(folder: Path) -> int:
+    return max((file_number(path.name) for path in folder.iterdir()), default=0)
+
+
+def _load_segment(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    tensors = _load(path, manifest.segments[path.name])
+    found = {kind: (dtype, shape[1:]) for kind, (dtype, shape) in tensor_kinds(tensors).items()}
+    if found != dict(manifest.tensors) or len({len(tensor) for tensor in tensors.values()}) != 1:
+        raise SnapshotRefused(f"The snapshot's file {path.name} holds other tensors than its manifest says.")
+    return tensors
+
+
+def _load(path: Path, expected: int) -> dict[str, Tensor]:
     """Into memory of our own: what was verified can't change afterwards, whatever becomes of the file."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise SnapshotRefused(f"The snapshot's file {path.name} can't be read: {error.strerror}.") from error
-    expected = manifest.segments[path.name]
     if len(data) != expected:
         raise SnapshotRefused(f"The snapshot's file {path.name} has {len(data)} bytes in place of {expected}.")
     try:
-        tensors = load_tensors(data)
+        return load_tensors(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise SnapshotRefused(f"The snapshot's file {path.name} is damaged: its header can't be read.") from error
-    found = {kind: (dtype, shape[1:]) for kind, (dtype, shape) in tensor_kinds(tensors).items()}
-    if found != dict(manifest.tensors) or len({len(tensor) for tensor in tensors.values()}) != 1:
-        raise SnapshotRefused(f"The snapshot's file {path.name} holds other tensors than its manifest says.")
-    return tensors
 
 
 def _grouped(blocks: Blocks) -> Iterator[list[tuple[str, Mapping[str, Tensor]]]]:

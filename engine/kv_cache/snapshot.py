@@ -1,4 +1,4 @@
-"""Snapshots: each session's blocks in files of its own, verified before use, whole at any moment."""
+"""Snapshots: each session's blocks and state in files of its own, verified before use, whole at any moment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from engine.kv_cache.durable import sync_folder, write_durably
 from engine.kv_cache.held import HeldBlocks, SaveJob
-from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBlock, tensor_kinds
-from engine.kv_cache.segments import is_wasteful, read_blocks, write_segments
+from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBlock, StoredState, tensor_kinds
+from engine.kv_cache.segments import is_wasteful, read_blocks, read_state, write_segments, write_state
 
 MANIFEST = "manifest.json"
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -70,7 +70,7 @@ class SnapshotStore:
 
         Raises OSError (the old snapshot stays), `MissingBlocks` and `SnapshotTooLarge`.
         """
-        if not _SESSION_ID.fullmatch(job.session_id) or not job.keys:
+        if not _SESSION_ID.fullmatch(job.session_id) or not (job.keys or job.state):
             return
         with self._lock:
             folder, old = self._folder / job.session_id, self._usable(job.session_id)
@@ -81,12 +81,16 @@ class SnapshotStore:
             fresh = [key for key in job.keys if key not in known]
             if any(key not in job.new for key in fresh):
                 raise MissingBlocks
-            self._make_room(job.session_id, sum(t.nbytes for key in fresh for t in job.new[key].values()))
+            brought = [*(job.new[key] for key in fresh), job.state or {}]
+            replaced = old.state.nbytes if old is not None and old.state is not None else 0
+            self._make_room(job.session_id, sum(t.nbytes for part in brought for t in part.values()) - replaced)
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 added, sizes = write_segments(folder, ((key, job.new[key]) for key in fresh), self._write)
                 blocks = [known.get(key) or added[key] for key in job.keys]
-                manifest = _manifest_of(job, fingerprint, blocks, {**(old.segments if old else {}), **sizes}, old)
+                state = write_state(folder, job.state, self._write) if job.state else None
+                sizes = {**(old.segments if old else {}), **sizes}
+                manifest = _manifest_of(job, fingerprint, blocks, sizes, old, state)
                 self._put(folder, manifest)
             except OSError:
                 self._sweep_leftovers(job.session_id)
@@ -100,7 +104,7 @@ class SnapshotStore:
             manifest = self.manifest(session_id)
             if manifest is None:
                 return None
-            _check_fingerprint(manifest.fingerprint, fingerprint)
+            manifest.check_fingerprint(fingerprint)
             count = len(manifest.blocks)
             out = {
                 name: torch.empty((count, *shape), dtype=DTYPES[dtype])
@@ -109,6 +113,7 @@ class SnapshotStore:
             for index, block in read_blocks(self._folder / session_id, manifest):
                 for name, tensor in block.items():
                     out[name][index] = tensor
+            state = read_state(self._folder / session_id, manifest.state) if manifest.state else None
             self._used(session_id)
         return HeldBlocks(
             token_ids=manifest.token_ids,
@@ -116,6 +121,7 @@ class SnapshotStore:
             turns=tuple(block.turn for block in manifest.blocks),
             keys=tuple(block.key for block in manifest.blocks),
             tensors=out,
+            state=state,
         )
 
     def remove(self, session_id: str) -> None:
@@ -167,7 +173,7 @@ class SnapshotStore:
 
     def _sweep(self, folder: Path, manifest: Manifest | None) -> None:
         """Remove every file of a session that its manifest does not list."""
-        listed = {MANIFEST, *manifest.segments} if manifest else {MANIFEST}
+        listed = {MANIFEST, *manifest.files} if manifest else {MANIFEST}
         with contextlib.suppress(OSError):
             for path in list(folder.iterdir()):
                 if path.name not in listed:
@@ -224,6 +230,7 @@ def _manifest_of(
     blocks: Sequence[StoredBlock],
     sizes: Mapping[str, int],
     old: Manifest | None,
+    state: StoredState | None,
 ) -> Manifest:
     first = next(iter(job.new.values()), None)
     return Manifest(
@@ -236,6 +243,7 @@ def _manifest_of(
         tensors=tensor_kinds(first) if first is not None else old.tensors if old else {},
         blocks=_with_turns(blocks, job.turns),
         segments={name: sizes[name] for name in sorted({block.segment for block in blocks})},
+        state=state,
     )
 
 
@@ -245,11 +253,3 @@ def _with_turns(blocks: Sequence[StoredBlock], turns: Sequence[str | None]) -> t
 
 def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _check_fingerprint(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    for name in wanted:
-        if found.get(name) != wanted[name]:
-            raise SnapshotRefused(
-                f"The snapshot's {name} is {found.get(name, 'not known')}, and what runs now has {wanted[name]}."
-            )

@@ -18,7 +18,7 @@ from engine.kv_cache import segments, snapshot
 from engine.kv_cache.durable import write_durably
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.snapshot import MissingBlocks, SnapshotStore, SnapshotTooLarge
-from tests.support.snapshots import FINGERPRINT, block, holds, job, new_session
+from tests.support.snapshots import FINGERPRINT, block, holds, holds_state, job, new_session, state
 
 ROOT = Path(__file__).parents[2]
 A, B, C = new_session(1), new_session(2), new_session(3)
@@ -133,6 +133,71 @@ def missing(path: Path) -> None:
     path.unlink()
 
 
+def test_a_recurrent_state_is_replaced_by_each_save(store: SnapshotStore) -> None:
+    """With blocks beside it, which are added to, and without any."""
+    store.save(job(A, "ab", state=state(1)))
+    assert holds_state(store.load(A, FINGERPRINT), 1) and holds(store.load(A, FINGERPRINT), "ab")
+    store.save(job(A, "abcd", new="cd", state=state(2)))
+    assert holds_state(store.load(A, FINGERPRINT), 2) and holds(store.load(A, FINGERPRINT), "abcd")
+    assert sum(name.startswith("state-") for name in files(store)) == 1 and len(files(store)) == 4
+    assert store.sizes()[A] == sum(map(len, files(store).values()))
+    store.remove(A)
+    for count in (2, 3):
+        store.save(job(A, "", state=state(count), token_ids=tuple(range(count + 1)), cache_pos=count))
+        held = store.load(A, FINGERPRINT)
+        assert (held.keys, held.tensors, held.cache_pos) == ((), {}, count) and holds_state(
+            store.load(A, FINGERPRINT), count
+        )
+        assert len(files(store)) == 2
+
+
+def test_a_state_that_waited_gives_way_to_the_newer_one() -> None:
+    both = job(A, "abc", new="c", state=state(2)).after(job(A, "ab", state=state(1)))
+    assert both.new.keys() == {"a", "b", "c"} and torch.equal(both.state["ssm"], state(2)["ssm"])
+
+
+def test_a_state_that_is_replaced_needs_no_room_of_its_own(tmp_path: Path) -> None:
+    first = SnapshotStore(tmp_path / "snapshots", GIB)
+    first.save(job(A, "", state=state(1), token_ids=(1, 2), cache_pos=1))
+    store = SnapshotStore(tmp_path / "snapshots", int(1.2 * first.sizes()[A]))
+    store.save(job(A, "", state=state(2), token_ids=(1, 2, 3), cache_pos=2))
+    assert holds_state(store.load(A, FINGERPRINT), 2) and store.sizes()[A] <= store.limit
+
+
+@pytest.mark.parametrize("files_before_it_is_full", [0, 1, 2])
+def test_on_a_full_disk_the_old_state_stays_with_its_blocks(tmp_path: Path, files_before_it_is_full: int) -> None:
+    """It may fail at the new blocks, the new state or the manifest."""
+    left = 100
+
+    def write(path: Path, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_durably(path, data)
+
+    store = SnapshotStore(tmp_path / "snapshots", GIB, write)
+    store.save(job(A, "ab", state=state(1)))
+    before, left = files(store), files_before_it_is_full
+    with pytest.raises(OSError, match="No space"):
+        store.save(job(A, "abcd", new="cd", state=state(2)))
+    assert (
+        files(store) == before
+        and holds_state(store.load(A, FINGERPRINT), 1)
+        and holds(store.load(A, FINGERPRINT), "ab")
+    )
+
+
+@pytest.mark.parametrize("damage", [cut, empty, longer, missing])
+def test_a_damaged_state_is_refused(store: SnapshotStore, damage) -> None:
+    store.save(job(A, "ab", state=state(1)))
+    damage(next((store._folder / A).glob("state-*")))
+    with pytest.raises(SnapshotRefused, match="file state-000002"):
+        store.load(A, FINGERPRINT)
+    store.save(job(A, "ab", new="", state=state(2)))
+    assert holds_state(store.load(A, FINGERPRINT), 2)
+
+
 @pytest.mark.parametrize("name", ["segment-000001.safetensors", "segment-000002.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, empty, longer, missing])
 def test_damaged_files_are_refused(store: SnapshotStore, name: str, damage) -> None:
@@ -149,16 +214,16 @@ def test_damaged_files_are_refused(store: SnapshotStore, name: str, damage) -> N
 
 
 def test_every_flipped_byte_is_noticed_or_without_effect(store: SnapshotStore) -> None:
-    """One byte at a time, all over both files: refused, or read as it was written (a dead byte of a header)."""
-    store.save(job(A, "ab"))
-    for name in ("manifest.json", "segment-000001.safetensors"):
+    """One byte at a time, all over each file: refused, or read as it was written (a dead byte of a header)."""
+    store.save(job(A, "ab", state=state(1)))
+    for name in ("manifest.json", "segment-000001.safetensors", "state-000002.safetensors"):
         path = store._folder / A / name
         good = path.read_bytes()
         refused = 0
         for position in range(0, len(good), 7):
             path.write_bytes(good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
             try:
-                assert holds(store.load(A, FINGERPRINT), "ab")
+                assert holds(store.load(A, FINGERPRINT), "ab") and holds_state(store.load(A, FINGERPRINT), 1)
             except SnapshotRefused:
                 refused += 1
         path.write_bytes(good)
@@ -324,5 +389,5 @@ def test_killed_at_fifty_random_moments_of_a_write(tmp_path: Path) -> None:
     turns = list(map(int, result.stdout.split()))
     assert len(turns) == 50 and turns == sorted(turns) and turns[-1] > 20
     store = SnapshotStore(tmp_path / "snapshots", GIB)
-    listed = {"manifest.json", *store.manifest(A).segments}
+    listed = {"manifest.json", *store.manifest(A).files}
     assert listed <= set(files(store))

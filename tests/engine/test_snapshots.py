@@ -29,6 +29,8 @@ from tests.support.tiny_tokenizer import LLAMA3, chat_tokenizer
 
 A, B, C = (str(uuid.UUID(int=number)) for number in (1, 2, 3))
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, top_logprobs=5)
+KINDS = ["llama", "bamba", "mamba2"]
+"""Attention, attention and recurrence, recurrence."""
 PROMPT = tuple((7 * index) % 200 + 20 for index in range(100))
 MIB = 2**20
 
@@ -58,14 +60,14 @@ def saved(engine: RecordingEngine, session: str) -> dict[str, Any]:
 
 
 def contents(engine: RecordingEngine, session: str) -> dict[str, torch.Tensor]:
-    """All cached values of a session, up to `cache_pos`."""
+    """All cached values of a session, up to `cache_pos`, and its recurrent state there."""
 
     def read() -> dict[str, torch.Tensor]:
         loop = engine._steps()
         sequence = loop.scheduler.find(session)
         loop.runner.sync_blocks()
-        cache = loop.runner.cache
-        return {
+        cache, state = loop.runner.cache, sequence.state
+        return ({} if state is None else loop.runner.states.export_state(state.held.slot)) | {
             f"{kind} {layer} {head}": cache.read(sequence.block_table, layer, head, kind, 0, sequence.cache_pos)
             for kind in "kv"
             for layer in range(cache.spec.num_layers)
@@ -79,14 +81,24 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def in_use(engine: RecordingEngine) -> tuple[int, int]:
+    """Blocks, and bytes of recurrent states."""
+    memory = engine.memory()
+    return memory["blocks_used"], memory["state_used"]
+
+
 def logprobs(engine: RecordingEngine, session: str | None, prompt: tuple[int, ...]) -> list[Any]:
     events = run(engine, GenerateRequest(prompt, GREEDY, session))
     return [event.logprobs for event in events[:-1] if getattr(event, "logprobs", None)]
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
-def test_a_restored_session_goes_on_bit_for_bit(tmp_path: Path, kv_format: str) -> None:
-    with engine_over(tmp_path / "a", kv_format=kv_format) as engine:
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_format": name} for name in ("fp32", "fp16", "bf16")] + [{"kind": kind} for kind in KINDS[1:]],
+    ids=str,
+)
+def test_a_restored_session_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    with engine_over(tmp_path / "a", **options) as engine:
         first = turn(engine, A, PROMPT)
         saved(engine, A)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -94,28 +106,31 @@ def test_a_restored_session_goes_on_bit_for_bit(tmp_path: Path, kv_format: str) 
         going_on = (*PROMPT, *first.token_ids, 33, 34, 35)
         expected = logprobs(engine, A, going_on)
         stats = turn(engine, B, going_on).stats
-    with engine_over(tmp_path / "b", kv_format=kv_format) as engine:
+    with engine_over(tmp_path / "b", **options) as engine:
         assert engine.restore(A) == first.stats.cache_pos == len(PROMPT) + 23
         assert same(contents(engine, A), before)
         report = engine.inspect(A)
         assert report["cache_pos"] == first.stats.cache_pos and all(report["invariants"].values())
-        assert report["blocks"][0]["written_by_turn"] is not None
+        assert all(block["written_by_turn"] is not None for block in report["blocks"])
+        assert bool(report["blocks"]) == (options.get("kind") != "mamba2") and report["away"] is None
         assert logprobs(engine, A, going_on) == expected, "greedy ids and log probabilities, bit for bit"
         assert stats.reused_tokens > len(PROMPT)
 
 
-def test_the_turn_after_a_restart_reuses_all_that_was_cached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_turn_after_a_restart_reuses_all_that_was_cached(tmp_path: Path, kind: str) -> None:
     """C25: the file was read, the right count shown, and the whole prompt was evaluated all the same."""
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
+        assert not engine.capabilities()["warnings"]
         first = turn(engine, A, PROMPT)
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
         last = turn(engine, A, (*PROMPT, *first.token_ids, 33, 34), stored_cache_pos=first.stats.cache_pos)
         stats = last.stats
         assert (stats.reused_tokens, stats.computed_tokens, stats.miss) == (len(PROMPT) + 23, 3, None)
         assert engine.metrics()["tokens"]["computed"] == 3
         edited = (*PROMPT[:40], 99, *PROMPT[41:])
         after_edit = logprobs(engine, A, edited)
-    with engine_over(tmp_path / "fresh", snapshot_limit=0) as fresh:
+    with engine_over(tmp_path / "fresh", kind=kind, snapshot_limit=0) as fresh:
         assert [[lp.token_id for lp in step] for step in logprobs(fresh, None, edited)] == [
             [lp.token_id for lp in step] for step in after_edit
         ]
@@ -123,17 +138,21 @@ def test_the_turn_after_a_restart_reuses_all_that_was_cached(tmp_path: Path) -> 
             assert [lp.logprob for lp in left] == pytest.approx([lp.logprob for lp in right], abs=1e-3)
 
 
-def test_prefill_work_after_a_restart_is_measured_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C25: as counted by the tokens that the model was given."""
-    with engine_over(tmp_path) as engine:
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_work_after_a_restart_is_measured_not_told(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C25: as counted by the tokens that the model was given. A state is kept on the way, at a block boundary."""
+    with engine_over(tmp_path, kind=kind) as engine:
         first = turn(engine, A, PROMPT)
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
         runner = engine._steps().runner
         ran, execute = [], runner.execute
         monkeypatch.setattr(runner, "execute", lambda *step: ran.append(step[0].token_count) or execute(*step))
         turn(engine, A, (*PROMPT, *first.token_ids, 33, 34))
-    audit, prefill, *decodes = ran
-    assert audit <= 3 * BLOCK and prefill == 3 and decodes == [1] * 23
+    audit = 0 if kind == "mamba2" else ran.pop(0)
+    prefill = ran[:-23]
+    assert audit <= 3 * BLOCK and prefill == ([3] if kind == "llama" else [1, 2]) and ran[-23:] == [1] * 23
 
 
 def test_a_restored_prefix_is_shared_with_other_sessions(tmp_path: Path) -> None:
@@ -175,19 +194,23 @@ def test_looking_restores_into_free_blocks(tmp_path: Path) -> None:
         assert engine.cached_prefix(A, (*PROMPT, 5)) == len(PROMPT), "the price of a turn is known before it"
 
 
-def test_without_free_blocks_looking_says_on_disk_and_a_turn_takes_the_room(tmp_path: Path) -> None:
-    with engine_over(tmp_path, blocks=60) as engine:
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_room_looking_says_on_disk_and_a_turn_takes_it(tmp_path: Path, kind: str) -> None:
+    options = {"kind": kind, "blocks": 60, "states": 3}
+    with engine_over(tmp_path, **options) as engine:
         first = turn(engine, A, PROMPT)
-    with engine_over(tmp_path, blocks=60) as engine:
+    with engine_over(tmp_path, **options) as engine:
         turn(engine, B, tuple(range(20, 140)))
         report = engine.inspect(A)
         assert (report["cache_pos"], report["block_table"]) == (0, [])
         assert report["away"] == {"tier": "disk", "tokens": first.stats.cache_pos}
-        assert {block["tier"] for block in report["blocks"]} == {"disk"}
-        assert sum(block["count"] for block in report["blocks"]) == first.stats.cache_pos
+        if kind != "mamba2":
+            assert {block["tier"] for block in report["blocks"]} == {"disk"}
+            assert sum(block["count"] for block in report["blocks"]) == first.stats.cache_pos
         stats = turn(engine, A, (*PROMPT, *first.token_ids, 33)).stats
         assert stats.reused_tokens == first.stats.cache_pos
-        assert engine.inspect(B)["away"]["tier"] == "disk"
+        if kind != "mamba2":
+            assert engine.inspect(B)["away"]["tier"] == "disk"
 
 
 def test_a_later_turn_adds_its_blocks_and_rewrites_none(tmp_path: Path) -> None:
@@ -238,6 +261,29 @@ def test_a_busy_engine_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         list(endless)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_copy_that_is_due_does_not_overwrite_a_state_that_came_back(tmp_path: Path, kind: str) -> None:
+    """A reply that is being written leaves a checkpoint, whose copy waits for the next step; its slot may go before."""
+    options = {"kind": kind, "states": 3}
+    with engine_over(tmp_path, **options) as engine:
+        turn(engine, A, PROMPT)
+        before = contents(engine, A)
+    with engine_over(tmp_path, **options) as engine:
+        turn(engine, B, PROMPT[::-1])
+        stored = engine._snapshots.load(A, engine._steps().fingerprint())
+
+        def come_back_while_it_is_due() -> None:
+            checkpoints = engine._steps().prefix_cache.checkpoints
+            held, left = sorted(checkpoints, key=checkpoints.is_held, reverse=True)
+            assert not checkpoints.slots.free_count and not checkpoints.is_held(left)
+            checkpoints.slots.pending_copies.append((held.slot, left.slot))
+            engine._steps().adopt(A, stored, displacing=True)
+
+        engine._call(come_back_while_it_is_due)
+        assert engine.inspect(A)["cache_pos"] == len(PROMPT) + 23
+        assert same(contents(engine, A), before)
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -261,32 +307,52 @@ def no_manifest_left(folder: Path) -> None:
     os.truncate(folder / "manifest.json", 10)
 
 
+def flip_state(folder: Path) -> None:
+    path = next(folder.glob("state-*"))
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def no_state(folder: Path) -> None:
+    next(folder.glob("state-*")).unlink()
+
+
 DAMAGES = {flip: "block .* damaged", cut: "bytes in place of", empty: "0 bytes", no_manifest_left: "manifest"}
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
-def test_a_damaged_snapshot_is_refused_and_no_live_session_notices(tmp_path: Path, damage, caplog) -> None:
-    with engine_over(tmp_path) as engine:
+STATE_DAMAGES = {flip_state: "recurrent state is damaged: its digest", no_state: "state-.* can't be read"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "sentence"),
+    [("llama", *item) for item in DAMAGES.items()]
+    + [(kind, *item) for kind in KINDS[1:] for item in STATE_DAMAGES.items()],
+)
+def test_a_damaged_snapshot_is_refused_and_no_live_session_notices(
+    tmp_path: Path, kind: str, damage, sentence: str, caplog
+) -> None:
+    with engine_over(tmp_path, kind=kind) as engine:
         first = turn(engine, A, PROMPT)
     damage(tmp_path / "snapshots" / A)
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
         live = turn(engine, B, PROMPT[10:70])
         going_on = (*PROMPT[10:70], *live.token_ids, 9)
-        before, used = contents(engine, B), engine.metrics()["blocks_used"]
+        before, used = contents(engine, B), in_use(engine)
         assert engine.restore(A) == 0
-        assert same(contents(engine, B), before) and engine.metrics()["blocks_used"] == used
-        sentence = engine.inspect(A)["refused"]
-        assert re.search(DAMAGES[damage], sentence) and str(tmp_path) not in sentence
-        assert sum(sentence in record.getMessage() for record in caplog.records) == 1
+        assert same(contents(engine, B), before) and in_use(engine) == used
+        refused = engine.inspect(A)["refused"]
+        assert re.search(sentence, refused) and str(tmp_path) not in refused
+        assert sum(refused in record.getMessage() for record in caplog.records) == 1
         after = logprobs(engine, B, going_on)
         stats = turn(engine, A, PROMPT, stored_cache_pos=first.stats.cache_pos).stats
         assert (stats.reused_tokens, stats.miss.cause, stats.miss.tokens_lost) == (0, "snapshot", first.stats.cache_pos)
         assert saved(engine, A)["refused"] is None
         assert engine.inspect(A)["refused"] is None
-    with engine_over(tmp_path / "twin", snapshot_limit=0) as twin:
+    with engine_over(tmp_path / "twin", kind=kind, snapshot_limit=0) as twin:
         turn(twin, B, PROMPT[10:70])
         assert logprobs(twin, B, going_on) == after, "the live session's next logits are bit-identical"
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
         assert engine.restore(A) == first.stats.cache_pos, "what was computed again is kept again"
 
 
@@ -309,13 +375,15 @@ def test_another_models_snapshot_is_refused_naming_the_field(tmp_path: Path, fie
         assert stats.miss.cause == ("model" if field == "weights" else "snapshot") and stats.reused_tokens == 0
 
 
-@pytest.mark.parametrize("field", ["RoPE", "engine version", "tokenizer", "weight format"])
+@pytest.mark.parametrize("field", ["RoPE", "engine version", "tokenizer", "weight format", "recurrent state"])
 def test_every_other_field_of_the_fingerprint_counts(tmp_path: Path, field: str, monkeypatch) -> None:
-    with engine_over(tmp_path) as engine:
+    options = {"kind": "bamba" if field == "recurrent state" else "llama"}
+    with engine_over(tmp_path, **options) as engine:
         turn(engine, A, PROMPT)
+        assert field in saved(engine, A)["fingerprint"]
     real = fingerprints.fingerprint
     monkeypatch.setattr("engine.step_loop.fingerprint", lambda parts: {**real(parts), field: "another"})
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, **options) as engine:
         assert engine.restore(A) == 0 and f"The snapshot's {field} is " in engine.inspect(A)["refused"]
 
 
@@ -329,24 +397,61 @@ def test_another_template_while_running_refuses_and_writes_anew(tmp_path: Path) 
         assert engine.snapshot_info(A)["tokens"] == len(PROMPT) + 24
 
 
-def test_wrong_values_that_verify_are_found_by_the_spot_audit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "index"), [("llama", 4), ("bamba", 0)])
+def test_wrong_values_that_verify_are_found_by_the_spot_audit(tmp_path: Path, kind: str, index: int) -> None:
     """A snapshot that is whole, with the right fingerprint, of other tokens than its ids say."""
-    with engine_over(tmp_path) as engine:
+    with engine_over(tmp_path, kind=kind) as engine:
         turn(engine, A, PROMPT)
         saved(engine, A)
 
         def damage() -> None:
             loop = engine._steps()
             table = loop.scheduler.find(A).block_table
-            loop.runner.cache.copy_blocks([(table[20], table[4])])
+            loop.runner.cache.copy_blocks([(table[20], table[index])])
             loop.keeper.not_saved(A, True)
 
         engine._call(damage)
         saved(engine, A)
-    with engine_over(tmp_path) as engine:
-        used = engine.metrics()["blocks_used"]
-        assert engine.restore(A) == 0 and engine.metrics()["blocks_used"] == used
+    with engine_over(tmp_path, kind=kind) as engine:
+        used = in_use(engine)
+        assert engine.restore(A) == 0 and in_use(engine) == used
         assert "differ from what the model computes there" in engine.inspect(A)["refused"]
+        stats = turn(engine, A, PROMPT, stored_cache_pos=100).stats
+        assert stats.miss.cause == "snapshot" and stats.reused_tokens == 0
+
+
+def not_finite(keeper: Any, sequence: Any) -> dict[str, torch.Tensor]:
+    state = keeper._runner.states.export_state(sequence.state.held.slot)
+    state["ssm"][1, 2, 3, 4] = torch.nan
+    return state
+
+
+def of_another_shape(keeper: Any, sequence: Any) -> dict[str, torch.Tensor]:
+    state = keeper._runner.states.export_state(sequence.state.held.slot)
+    return {**state, "conv": state["conv"][:, :-1].contiguous()}
+
+
+def none_at_all(keeper: Any, sequence: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(
+    ("state", "sentence"), [(not_finite, "not finite"), (of_another_shape, "must be"), (none_at_all, "lacks")]
+)
+def test_a_state_that_verifies_and_cannot_be_is_refused_with_its_blocks(
+    tmp_path: Path, kind: str, state, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, engine_over(tmp_path, kind=kind) as engine:
+        patch.setattr("engine.keeper.SessionKeeper._state", state)
+        turn(engine, A, PROMPT)
+    with engine_over(tmp_path, kind=kind) as engine:
+        if (kind, state) == ("mamba2", none_at_all):
+            assert engine.stored_sessions() == [], "without a state there is nothing"
+            return
+        used = in_use(engine)
+        assert engine.restore(A) == 0 and in_use(engine) == used
+        assert sentence in engine.inspect(A)["refused"]
         stats = turn(engine, A, PROMPT, stored_cache_pos=100).stats
         assert stats.miss.cause == "snapshot" and stats.reused_tokens == 0
 

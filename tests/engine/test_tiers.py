@@ -30,7 +30,7 @@ from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler, SchedulerLimits
 from engine.sequence import Sequence, Status, common_prefix_len
 from kernels.kv_format import FP32
-from tests.engine.test_snapshots import PROMPT, A, B, C, contents, engine_over, logprobs, same, saved, turn
+from tests.engine.test_snapshots import KINDS, PROMPT, A, B, C, contents, engine_over, logprobs, same, saved, turn
 from tests.support.chain_model import ChainModel, chain
 
 OTHER = tuple((11 * index) % 200 + 20 for index in range(100))
@@ -88,15 +88,21 @@ def test_without_ram_and_disk_blocks_go_to_nothing_and_the_miss_says_so(tmp_path
         assert stats.miss.cause == "evicted" and stats.reused_tokens < first.stats.cache_pos
 
 
-def test_what_came_back_from_ram_goes_on_as_if_it_had_never_left(tmp_path: Path) -> None:
-    with engine_over(tmp_path / "a", blocks=80, ram_limit=MIB, snapshot_limit=0) as engine:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_came_back_from_ram_goes_on_as_if_it_had_never_left(tmp_path: Path, kind: str) -> None:
+    """Room for the blocks of two sessions, and for the states of two."""
+    with engine_over(tmp_path / "a", kind=kind, blocks=80, states=3, ram_limit=MIB, snapshot_limit=0) as engine:
         first = turn(engine, A, PROMPT)
         for session, prompt in ((B, OTHER), (C, THIRD)):
             turn(engine, session, prompt)
         assert tier(engine, A) == "ram"
+        memory, report = engine.memory(), engine.inspect(A)
+        assert memory["kv_ram"] == len(report["blocks"]) * memory["block_bytes"] + engine.capabilities()["state_bytes"]
         going_on = (*PROMPT, *first.token_ids, 5)
+        assert engine.restore(A) == first.stats.cache_pos
         back = logprobs(engine, A, going_on)
-    with engine_over(tmp_path / "b", blocks=200, snapshot_limit=0) as engine:
+        assert engine.metrics()["tokens"]["computed"] == 3 * len(PROMPT) + 2
+    with engine_over(tmp_path / "b", kind=kind, blocks=200, snapshot_limit=0) as engine:
         turn(engine, A, PROMPT)
         assert logprobs(engine, A, going_on) == back
 

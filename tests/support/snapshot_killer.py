@@ -16,11 +16,11 @@ import torch
 
 from engine.kv_cache.durable import write_durably
 from engine.kv_cache.snapshot import SnapshotStore
-from tests.support.snapshots import job, new_session
+from tests.support.snapshots import job, new_session, state
 from tests.support.snapshots_of_turns import keys_of_turn, reached
 
-MOST_FILES = 6
-"""Files that a writer begins at most before it is killed; a turn has two."""
+MOST_FILES = 9
+"""Files that a writer begins at most before it is killed; a turn has three: blocks, a state, the manifest."""
 
 
 def write_for_ever(folder: Path, turn: int, begun: int) -> None:
@@ -37,7 +37,7 @@ def write_for_ever(folder: Path, turn: int, begun: int) -> None:
         keys = keys_of_turn(turn)
         old = reached(store)
         kept = set(keys_of_turn(old)) if old else set()
-        store.save(job(new_session(1), keys, [key for key in keys if key not in kept]))
+        store.save(job(new_session(1), keys, [key for key in keys if key not in kept], state=state(turn)))
 
 
 def main() -> None:

@@ -26,6 +26,14 @@ def block(key: str) -> dict[str, torch.Tensor]:
     }
 
 
+def state(turn: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(turn)
+    return {
+        "conv": torch.randn((2, 12, 3), generator=generator).to(torch.bfloat16),
+        "ssm": torch.randn((2, 4, 4, 8), generator=generator),
+    }
+
+
 def job(session_id: str, keys: Sequence[str], new: Sequence[str] | None = None, **changes: object) -> SaveJob:
     """A session whose last block is half full; `new` (default: all) are the blocks that the job brings."""
     count = SIZE * len(keys) - 2
@@ -52,4 +60,14 @@ def holds(held: HeldBlocks | None, keys: Sequence[str]) -> bool:
             for row, key in enumerate(keys)
             for name, tensor in block(key).items()
         )
+    )
+
+
+def holds_state(held: HeldBlocks | None, turn: int) -> bool:
+    """Whether this turn's recurrent state was read, bit for bit."""
+    return (
+        held is not None
+        and held.state is not None
+        and held.state.keys() == state(turn).keys()
+        and all(torch.equal(held.state[name], tensor) for name, tensor in state(turn).items())
     )

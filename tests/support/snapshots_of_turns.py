@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv_cache.snapshot import SnapshotStore
-from tests.support.snapshots import FINGERPRINT, holds, new_session
+from tests.support.snapshots import FINGERPRINT, holds, holds_state, new_session
 
 CUT_EVERY = 5
 
@@ -21,5 +21,5 @@ def reached(store: SnapshotStore) -> int:
     if held is None:
         return 0
     turn = int(held.keys[-1].split()[1])
-    assert holds(held, keys_of_turn(turn)), f"turn {turn} came back changed"
+    assert holds(held, keys_of_turn(turn)) and holds_state(held, turn), f"turn {turn} came back changed"
     return turn
