@@ -1,4 +1,4 @@
-"""A session's blocks back into the pool: whole or not at all, and checked by computing a few positions anew."""
+"""Blocks that were kept back into the pool: whole or not at all, and checked by computing a few positions anew."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ class Restorer:
         self._runner = runner
         self._tolerance = tolerance
 
-    def restore(self, session_id: str, held: HeldBlocks, *, displacing: bool, audit: bool) -> tuple[Sequence, int]:
+    def restore(
+        self, session_id: str | None, held: HeldBlocks, *, displacing: bool, audit: bool
+    ) -> tuple[Sequence, int]:
         """The session's sequence, idle, with all its blocks, and how many are shared: those that the tree had.
 
-        `displacing`: idle sessions may lose their blocks for it. Nothing live changes before all is checked. Raises
-        `NoRoom`, and `SnapshotRefused` where `audit` finds other values than the model computes.
+        Without a session the tree alone keeps the full blocks. `displacing`: idle sessions may lose their blocks for
+        it. Nothing live changes before all is checked. Raises `NoRoom`, and `SnapshotRefused` where `audit` finds other
+        values than the model computes.
         """
         sequence = self._shared_part(session_id, held)
         shared = len(sequence.block_table)
@@ -52,11 +55,12 @@ class Restorer:
             sequence.release_blocks()
             raise
         sequence.advance(held.cache_pos - sequence.cache_pos)
-        self._scheduler.idle.pop(session_id, None)
+        if session_id is not None:
+            self._scheduler.idle.pop(session_id, None)
         self._scheduler.finish(sequence)
         return sequence, shared
 
-    def _shared_part(self, session_id: str, held: HeldBlocks) -> Sequence:
+    def _shared_part(self, session_id: str | None, held: HeldBlocks) -> Sequence:
         path = self._cache.match(held.token_ids[: held.cache_pos])
         sequence = Sequence(self._cache, session_id)
         for node in path:
