@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.config import DEVICES, DTYPES, KV_FORMATS, EngineConfig
 from engine.errors import ConfigError, KVScopeError
+from engine.frozen_text import read_text
 from engine.prepare import prepare
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
@@ -111,6 +112,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="allow to damage the cache on purpose (default: off; not available in this version)",
     )
+    add(
+        "--freeze",
+        type=Path,
+        metavar="FILE",
+        help="compute ahead what chats with this text as system prompt begin with, keep it, and exit (default: off)",
+    )
     add("--plan", action="store_true", help="print what memory the model needs, and exit (default: off)")
     return parser
 
@@ -189,6 +196,9 @@ def main() -> int:
 
             print(plan_model(config))
             return 0
+        if options.freeze is not None:
+            print(freeze(options.freeze, config))
+            return 0
         serve(options, config)
     except (KVScopeError, StoreError) as error:
         print(error, file=sys.stderr)
@@ -200,9 +210,18 @@ def on_signals(handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
-def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
-    """Check what is quick to check, then load the model while the page is being built."""
-    opened = open_socket(options.host, options.port)
+def freeze(path: Path, config: EngineConfig) -> str:
+    """Check the file before the model is loaded; the line to print."""
+    text = read_text(path)
+    before_loading(config)
+    on_signals(lambda *_: os._exit(130))
+    from engine.freeze import freeze_text
+
+    return freeze_text(config, text, path.stem)
+
+
+def before_loading(config: EngineConfig) -> None:
+    """Find the model, and set what libraries look at when they are imported. Raises `ModelFileError`."""
     resolve(config.model, config.data_dir)
     prepare(config)
     # torch's threads wait for each other by spinning; beside any other busy program a prefill then takes ten times as
@@ -210,6 +229,12 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
+    """Check what is quick to check, then load the model while the page is being built."""
+    opened = open_socket(options.host, options.port)
+    before_loading(config)
     from sessions.store import SessionStore
 
     store = SessionStore(config.data_dir / "kvscope.db")

@@ -15,10 +15,13 @@ import torch
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
 from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
+from engine.frozen import FrozenPrefixes
+from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
 from engine.loader import EngineParts, load_parts, ram_limit
-from engine.protocol import GenerateRequest, PrecisionQuery, ProbeQuery
+from engine.protocol import Failed, GenerateRequest, PrecisionQuery, ProbeQuery
 from engine.sampling.beam import check_settings
+from engine.sampling.params import SamplingParams
 from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 from engine.tokenizer import ChatTokenizer
@@ -50,6 +53,7 @@ class LocalEngine:
             if config.snapshot_limit == 0
             else Snapshots(config.data_dir / "snapshots", config.snapshot_limit, self._not_saved)
         )
+        self._frozen = FrozenPrefixes(config.data_dir / "frozen")
         self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
 
     def start(self) -> None:
@@ -78,6 +82,7 @@ class LocalEngine:
         self._claim(request.session_id)
         try:
             self._bring_back(request.session_id, displacing=True)
+            self._bring_frozen(request.prompt_ids, displacing=True)
         except BaseException:
             self._unclaim(request.session_id)
             raise
@@ -87,6 +92,7 @@ class LocalEngine:
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
         self._bring_back(session_id, displacing=False)
+        self._bring_frozen(prompt_ids, displacing=False)
         return self._call(lambda: self._steps().cached_prefix(session_id, prompt_ids))
 
     def release(self, session_id: str) -> None:
@@ -156,6 +162,33 @@ class LocalEngine:
         self._call(change)
         if self._snapshots is not None:
             self._snapshots.forgive()
+        self._frozen.look(self._steps().fingerprint)
+
+    def freeze(self, text: str, title: str | None = None) -> dict[str, Any]:
+        parts = self._need_parts()
+        check_text(text)
+        if parts.states is not None:
+            raise InvalidRequest("Nothing can be frozen for this model, because its recurrent state is not stored.")
+        ids, size = prefix_ids(parts.tokenizer, text), parts.cache.spec.block_size
+        if len(ids) < size:
+            raise InvalidRequest(f"The text to freeze is too short: a block of the cache holds {size} tokens.")
+        last = list(self.generate(GenerateRequest(ids, SamplingParams(temperature=0, max_tokens=1))))[-1]
+        if isinstance(last, Failed):
+            raise last.error
+        tensors = self._call(lambda: self._steps().export_prefix(ids))
+        if tensors is None:
+            raise Conflict("The cache was needed for other chats in the meantime; try again.")
+        name = name_of(text, text[:80] if title is None else title)
+        return self._frozen.save(name, ids, tensors, size, self._steps().fingerprint)
+
+    def frozen(self) -> list[dict[str, Any]]:
+        self._need_parts()
+        return self._frozen.listing()
+
+    def unfreeze(self, name: str) -> None:
+        ids = self._frozen.remove(name)
+        if self._state == "ok":
+            self._call(lambda: self._steps().forget_prefix(ids))
 
     def capabilities(self) -> dict[str, Any]:
         limit = 0 if self._snapshots is None else self._snapshots.store.limit
@@ -184,6 +217,7 @@ class LocalEngine:
             self._parts = self._load(self._config)
             submit = self._snapshots.submit if self._snapshots is not None else None
             self._loop = StepLoop(self._parts, ram_limit(self._config, self._parts), submit)
+            self._frozen.look(self._loop.fingerprint)
         except BaseException as error:
             self._failure = error
             self._state = "stopped"
@@ -230,6 +264,11 @@ class LocalEngine:
         """Have a session that is only on disk in the pool before what is posted next."""
         if self._snapshots is not None and self._loop is not None and session_id is not None and self._state == "ok":
             self._snapshots.bring_back(session_id, displacing, self._loop, self._post)
+
+    def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> None:
+        """Have what is frozen of this prompt in the tree before what is posted next."""
+        if self._loop is not None and self._state == "ok":
+            self._frozen.bring_back(prompt_ids, displacing, self._loop, self._call, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:
         self._mailbox.put(lambda: self._steps().keeper.not_saved(session_id, again))

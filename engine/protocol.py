@@ -193,6 +193,22 @@ class ChatEngine(Protocol):
         """Sessions of which something is on disk."""
         ...
 
+    def freeze(self, text: str, title: str | None = None) -> dict[str, Any]:
+        """Compute what chats with this system prompt begin with, and keep it on disk; its entry of `frozen`.
+
+        `title` (None: the text's beginning) goes into the name. Raises `InvalidRequest`, `ContextOverflow`,
+        `StorageFailed`, and `Conflict` if the cache has no room for it beside running turns.
+        """
+        ...
+
+    def frozen(self) -> list[dict[str, Any]]:
+        """What is frozen: `{name, tokens, bytes, created_at, refused}`; prompts that begin so load it by themselves."""
+        ...
+
+    def unfreeze(self, name: str) -> None:
+        """Delete what is frozen under a name. Raises `NotFound`."""
+        ...
+
     def inspect(self, session_id: str) -> dict[str, Any]:
         """The cache of one session as in `GET /api/sessions/{id}/cache`."""
         ...

@@ -1,4 +1,4 @@
-"""A session's blocks and state back into the pools: whole or not at all, checked by computing positions anew."""
+"""Blocks and state that were kept back into the pools: whole or not at all, checked by computing positions anew."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class Restorer:
         self._runner = runner
         self._tolerance = tolerance
 
-    def restore(self, session_id: str, held: HeldBlocks, *, displacing: bool, audit: bool) -> tuple[Sequence, int]:
+    def restore(
+        self, session_id: str | None, held: HeldBlocks, *, displacing: bool, audit: bool
+    ) -> tuple[Sequence, int]:
         """The session's sequence, idle, with all its blocks, and how many are shared: those that the tree had.
 
-        `displacing`: idle sessions may lose their blocks for it. Nothing live changes before all is checked. Raises
-        `NoRoom`, and `SnapshotRefused` where `audit` finds other values than the model computes, or K and V come
-        without the recurrent state that belongs to them.
+        Without a session the tree alone keeps the full blocks. `displacing`: idle sessions may lose their blocks for
+        it. Nothing live changes before all is checked. Raises `NoRoom`, and `SnapshotRefused` where `audit` finds other
+        values than the model computes, or K and V come without the recurrent state that belongs to them.
         """
         self._check_whole(held)
         sequence = self._shared_part(session_id, held)
@@ -60,7 +62,8 @@ class Restorer:
             sequence.release_blocks()
             raise
         sequence.advance(held.cache_pos - sequence.cache_pos)
-        self._scheduler.idle.pop(session_id, None)
+        if session_id is not None:
+            self._scheduler.idle.pop(session_id, None)
         self._scheduler.finish(sequence)
         return sequence, shared
 
@@ -71,7 +74,7 @@ class Restorer:
         if (held.state is None) != (self._cache.checkpoints is None):
             raise SnapshotRefused("The snapshot lacks the recurrent state that belongs to its tokens.")
 
-    def _shared_part(self, session_id: str, held: HeldBlocks) -> Sequence:
+    def _shared_part(self, session_id: str | None, held: HeldBlocks) -> Sequence:
         path = self._cache.match(held.token_ids[: held.cache_pos])
         sequence = Sequence(self._cache, session_id)
         for node in path:
@@ -91,7 +94,7 @@ class Restorer:
         if not (self._scheduler.make_room_for_state() if displacing else checkpoints.slots.free_count):
             raise NoRoom
 
-    def _take_state(self, state: SequenceState, held: HeldBlocks, session_id: str) -> None:
+    def _take_state(self, state: SequenceState, held: HeldBlocks, session_id: str | None) -> None:
         """Hold the state at `cache_pos` as a checkpoint, which others may go on from too."""
         checkpoints, states = self._cache.checkpoints, self._runner.states
         assert checkpoints is not None and states is not None and held.state is not None

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from torch import Tensor
+
 from engine.beam_turn import BeamTurn, scoring_params
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
@@ -47,8 +49,8 @@ class StepLoop:
             parts.model, parts.cache, pool, parts.max_seq_len, limits.max_sequences, parts.states, slots
         )
         tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
-        restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
-        self.keeper = SessionKeeper(self.scheduler, self.runner, restorer, ram_limit, submit, self.fingerprint)
+        self._restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
+        self.keeper = SessionKeeper(self.scheduler, self.runner, self._restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self.jobs = Jobs()
         self._parts = parts
@@ -135,6 +137,25 @@ class StepLoop:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
         self.keeper.adopt(session_id, held, displacing)
+
+    def adopt_prefix(self, held: HeldBlocks, displacing: bool) -> None:
+        """Put blocks that belong to no session into the tree. Raises `SnapshotRefused` and `NoRoom`."""
+        self._unchecked = True
+        if len(self.prefix_cache.match(held.token_ids[: held.cache_pos])) < len(held.turns):
+            self._restorer.restore(None, held, displacing=displacing, audit=True)
+
+    def export_prefix(self, token_ids: SequenceOf[int]) -> dict[str, Tensor] | None:
+        """The full blocks of these ids (`KVCache.export_blocks`); None where the tree lacks one, or there is none."""
+        path = self.prefix_cache.match(token_ids)
+        if not path or len(path) < len(token_ids) // self.prefix_cache.block_size:
+            return None
+        self.runner.sync_blocks()
+        return self.runner.cache.export_blocks([node.block_id for node in path])
+
+    def forget_prefix(self, token_ids: SequenceOf[int]) -> None:
+        """Remove from the tree what of these ids belongs to no session and is not in use."""
+        self.prefix_cache.forget(None, within=self.prefix_cache.match(token_ids))
+        self._unchecked = True
 
     def bring_back(self, session_id: str) -> int:
         """Have a session's blocks in the pool if they are kept in RAM; its tokens in the cache then."""

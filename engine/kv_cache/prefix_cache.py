@@ -122,12 +122,15 @@ class PrefixCache:
                 heapq.heappush(heap, (node.parent.last_used, id(node.parent), node.parent))
         return freed
 
-    def forget(self, session_id: str) -> None:
-        """Remove every unused block that this session computed (its chat was deleted)."""
-        for node in reversed(list(self.nodes())):
+    def forget(self, session_id: str | None, within: Sequence[Node] | None = None) -> None:
+        """Remove every unused block that this session computed (its chat was deleted); None: that belongs to none.
+
+        `within`: only blocks of this path.
+        """
+        for node in reversed(list(self.nodes()) if within is None else within):
             if node.session_id == session_id and self._evictable(node):
                 self._remove(node)
-        if self.checkpoints is not None:
+        if self.checkpoints is not None and session_id is not None:
             self.checkpoints.forget(session_id)
 
     def prune(self, path: Sequence[Node], turn_id: str | None) -> None:

@@ -20,7 +20,7 @@ from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBl
 from engine.kv_cache.segments import is_wasteful, read_blocks, read_state, write_segments, write_state
 
 MANIFEST = "manifest.json"
-_SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class MissingBlocks(Exception):
@@ -34,15 +34,24 @@ class SnapshotTooLarge(Exception):
 class SnapshotStore:
     """Folder with one folder per session. At most `limit` bytes; the least recently used session goes first.
 
+    `names` is what a session id looks like; other folders are left alone.
+
     A snapshot is a manifest and the segment files it lists. Files are only ever added, and removed once a manifest that
     does without them is in place, so the newest whole snapshot is readable whenever the process ends. Safe from any
     thread. `write` puts a file in place durably.
     """
 
-    def __init__(self, folder: Path, limit: int, write: Callable[[Path, bytes], None] = write_durably) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        write: Callable[[Path, bytes], None] = write_durably,
+        names: re.Pattern[str] = SESSION_ID,
+    ) -> None:
         self.limit = limit
         self._folder = folder
         self._write = write
+        self._names = names
         self._lock = threading.RLock()
         self._sizes: OrderedDict[str, int] | None = None
         self._published: dict[str, int] = {}
@@ -56,7 +65,7 @@ class SnapshotStore:
 
     def manifest(self, session_id: str) -> Manifest | None:
         """None where there is no snapshot. Raises `SnapshotRefused` for a damaged manifest."""
-        if not _SESSION_ID.fullmatch(session_id):
+        if not self._names.fullmatch(session_id):
             return None
         try:
             return Manifest.from_bytes((self._folder / session_id / MANIFEST).read_bytes())
@@ -66,11 +75,11 @@ class SnapshotStore:
             raise SnapshotRefused(f"The snapshot can't be read: {error.strerror}.") from error
 
     def save(self, job: SaveJob) -> None:
-        """Write what is new and a manifest of all of it. Does nothing for an id that is no UUID.
+        """Write what is new and a manifest of all of it. Does nothing for an id that does not look like one.
 
         Raises OSError (the old snapshot stays), `MissingBlocks` and `SnapshotTooLarge`.
         """
-        if not _SESSION_ID.fullmatch(job.session_id) or not (job.keys or job.state):
+        if not self._names.fullmatch(job.session_id) or not (job.keys or job.state):
             return
         with self._lock:
             folder, old = self._folder / job.session_id, self._usable(job.session_id)
@@ -126,7 +135,7 @@ class SnapshotStore:
 
     def remove(self, session_id: str) -> None:
         """Delete a session's snapshot, the manifest first. Unknown ids are fine."""
-        if not _SESSION_ID.fullmatch(session_id):
+        if not self._names.fullmatch(session_id):
             return
         with self._lock, contextlib.suppress(OSError):
             self._scanned().pop(session_id, None)
@@ -210,7 +219,7 @@ class SnapshotStore:
             found: list[tuple[float, str, int]] = []
             self._sizes = OrderedDict()
             for folder in self._folder.iterdir() if self._folder.is_dir() else ():
-                if _SESSION_ID.fullmatch(folder.name):
+                if self._names.fullmatch(folder.name):
                     try:
                         used_at = (folder / MANIFEST).stat().st_mtime
                         found.append((used_at, folder.name, _folder_bytes(folder)))

@@ -376,7 +376,7 @@ def test_close_ends_running_replies_with_what_they_have():
     engine.close()
 
 
-def test_a_failed_load_is_told_to_whoever_waits():
+def test_a_failed_load_is_told_to_whoever_waits(tmp_path):
     from engine.config import EngineConfig
     from engine.errors import ModelFileError
     from engine.local import LocalEngine
@@ -384,7 +384,7 @@ def test_a_failed_load_is_told_to_whoever_waits():
     def load(_):
         raise ModelFileError("There is no such model.")
 
-    engine = LocalEngine(EngineConfig(data_dir=None, snapshot_limit=0), load)
+    engine = LocalEngine(EngineConfig(data_dir=tmp_path, snapshot_limit=0), load)
     engine.start()
     with pytest.raises(ModelFileError):
         engine.wait_ready(10)

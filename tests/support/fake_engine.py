@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError, NotFound
+from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
     Event,
@@ -46,6 +47,7 @@ class FakeEngine:
         self.fail_with: KVScopeError | None = None
         self.caches: dict[str | None, list[int]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
+        self.prefixes: dict[str, dict[str, Any]] = {}
         self.requests: list[GenerateRequest] = []
         self.finished: list[str] = []
         self.counters = EngineMetrics()
@@ -105,6 +107,21 @@ class FakeEngine:
 
     def stored_sessions(self) -> list[str]:
         return list(self.snapshots)
+
+    def freeze(self, text: str, title: str | None = None) -> dict[str, Any]:
+        self._check()
+        check_text(text)
+        name, tokens = name_of(text, title or text), len(prefix_ids(self.tokenizer, text))
+        self.prefixes[name] = {"name": name, "tokens": tokens, "bytes": 64 * tokens, "created_at": 1.0, "refused": None}
+        return self.prefixes[name]
+
+    def frozen(self) -> list[dict[str, Any]]:
+        self._check()
+        return list(self.prefixes.values())
+
+    def unfreeze(self, name: str) -> None:
+        if self.prefixes.pop(name, None) is None:
+            raise NotFound("There is no frozen prefix with this name.")
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._check()
