@@ -54,7 +54,13 @@ def turn(engine: RecordingEngine, session: str, prompt: tuple[int, ...], **reque
 def saved(engine: RecordingEngine, session: str) -> dict[str, Any]:
     """The snapshot once what the last turn brought is in it."""
     engine.check_integrity()
-    assert wait_until(lambda: not engine._call(lambda: engine._steps().keeper.has_unsaved))
+
+    def done() -> bool:
+        # A write that found earlier blocks gone is done again at once, with all of them.
+        written = engine._snapshots.writer.wait(session, 10) is None
+        return written and not engine._call(lambda: engine._steps().keeper.has_unsaved)
+
+    assert wait_until(done, 20)
     assert engine._snapshots.writer.wait(session, 10) is None
     return engine.snapshot_info(session)
 

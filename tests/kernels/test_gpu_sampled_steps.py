@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,7 +52,7 @@ class Replies:
 
     def start(self, prompt: tuple[int, ...], params: SamplingParams, session_id: str | None = None) -> None:
         stream = QueueStream("", lambda: None)
-        self.loop.start(GenerateRequest(prompt, params, session_id), stream, lambda: None)
+        self.loop.start(GenerateRequest(prompt, params, session_id), stream, lambda: None, time.perf_counter())
         self.streams.append(stream)
 
     @torch.inference_mode()

@@ -35,7 +35,10 @@ HEADS, CHANNELS, STATE, GROUPS = 80, 64, 128, 1
 def test_draws_are_the_definitions(vocab: int) -> None:
     rows, results = len(REQUESTS), []
     neutral = {"top_p": 1.0, "repetition_penalty": 1.0}
-    table = [{**neutral, "uniform": (row + 0.37) / rows, **request} for row, request in enumerate(REQUESTS)]
+    table = [
+        {**neutral, "uniform": (row + 0.37) / rows, "biased": row % 2, "state_row": row, **request}
+        for row, request in enumerate(REQUESTS)
+    ]
     settings = torch.tensor(
         [[row.get(name, 0.0) for name in SETTINGS] for row in table], dtype=torch.float64, device=DEVICE
     )
@@ -44,10 +47,10 @@ def test_draws_are_the_definitions(vocab: int) -> None:
         seen = torch.zeros(rows, vocab, dtype=torch.bool, device=DEVICE)
         seen[:, ::7] = True
         counts = (seen * 2).int()
-        adjusted = torch.full((rows, vocab), torch.nan, device=DEVICE)
+        bias = normal(rows, vocab, dtype=torch.float32, seed=2)
         scratch = torch.full((rows, scratch_width(vocab)), -7, dtype=torch.int64, device=DEVICE)
         out = torch.full((rows,), -1, device=DEVICE)
-        op(logits, settings, seen, counts, adjusted, scratch, out)
+        op(logits.clone(), settings, seen, counts, bias, scratch, out, False)
         results.append((out, seen, counts))
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
