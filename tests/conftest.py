@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from engine.weights.catalog import ModelSource, resolve
 
-IN_ONE_PROCESS = ("tests/e2e/", "tests/contract/test_command_line.py")
+IN_ONE_PROCESS = ("tests/e2e/",)
 """Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test."""
 
 

@@ -89,11 +89,12 @@ class SnapshotWriter:
 
     def _carry_out(self, job: SaveJob) -> str | None:
         """One sentence if it failed."""
-        again = False
         try:
             self.store.save(job)
         except MissingBlocks:
-            failure, again = "An earlier write of this session's cache is gone.", True
+            # Whoever submits is asked for all of it and does so at once: nothing has failed yet.
+            self._on_failed(job.session_id, True)
+            return None
         except SnapshotTooLarge:
             failure = "This session's cache is larger than the disk space that snapshots may take."
             self._tell(failure)
@@ -106,7 +107,7 @@ class SnapshotWriter:
         else:
             self._told = False
             return None
-        self._on_failed(job.session_id, again)
+        self._on_failed(job.session_id, False)
         return failure
 
     def _tell(self, failure: str) -> None:

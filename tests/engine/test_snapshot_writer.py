@@ -101,7 +101,7 @@ def test_after_a_failure_the_next_job_must_bring_all(writer: SnapshotWriter, gat
     assert "No space left" in writer.wait(A, 10) and writer.failed == [(A, False)]
     gate.full = False
     writer.submit(job(A, "abcd", new="d"))
-    assert writer.wait(A, 10) is not None and writer.failed[1:] == [(A, True)]
+    assert writer.wait(A, 10) is None and writer.failed[1:] == [(A, True)], "asked for again, which is no failure"
     assert holds(writer.store.load(A, FINGERPRINT), "ab"), "the old snapshot stays"
     writer.submit(job(A, "abcd"))
     assert writer.wait(A, 10) is None and holds(writer.store.load(A, FINGERPRINT), "abcd")

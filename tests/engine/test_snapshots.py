@@ -56,7 +56,7 @@ def saved(engine: RecordingEngine, session: str) -> dict[str, Any]:
     engine.check_integrity()
 
     def done() -> bool:
-        # A write that found earlier blocks gone is done again at once, with all of them.
+        # A write that found earlier blocks gone is done again at once, with all of them: nobody calls that a failure.
         written = engine._snapshots.writer.wait(session, 10) is None
         return written and not engine._call(lambda: engine._steps().keeper.has_unsaved)
 
