@@ -114,19 +114,24 @@ class SessionKeeper:
         self._saved[session_id] = list(zip(sequence.nodes, keys, strict=False))
 
     def save_now(self, session_id: str) -> None:
-        """Hand over what is in the pool and not on its way to the disk. Raises `Conflict` while a reply is written."""
+        """Hand over what is in the pool or in RAM, and not on its way to the disk.
+
+        Raises `Conflict` while a reply is written.
+        """
         sequence = self._scheduler.find(session_id)
         if sequence is not None and sequence.status is not Status.IDLE:
             raise Conflict("This session is still answering; wait for the reply or stop it first.")
         if session_id not in self._saved:
+            self.bring_back(session_id)
             self._must_be_saved(session_id)
         self.save(session_id)
 
-    def not_saved(self, session_id: str, again: bool) -> None:
-        """A job of this session failed: none of its blocks counts as being on disk."""
+    def not_saved(self, session_id: str, again: bool) -> bool:
+        """A job of this session failed: none of its blocks counts as being on disk. Whether all of it will be saved."""
         self._saved.pop(session_id, None)
         if again:
             self._must_be_saved(session_id)
+        return session_id in self._unsaved
 
     def _keys(self, sequence: Sequence) -> tuple[list[str], set[str]]:
         """`(keys of all blocks, those that were handed over before)`; a node of the tree never changes its content."""

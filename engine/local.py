@@ -30,6 +30,7 @@ from engine.turn import QueueStream
 T = TypeVar("T")
 CALL_S = 60.0
 JOB_S = 600.0
+LAST_WRITES_S = 20.0
 log = logging.getLogger("kvscope.engine")
 
 
@@ -254,9 +255,17 @@ class LocalEngine:
         cancelled = self._closing
         self._steps().end_all(None if cancelled else EngineStopped(sentence))
         if cancelled:
-            self._steps().keeper.save_all()
+            self._save_all()
         while not self._mailbox.empty():
             self._mailbox.get()()
+
+    def _save_all(self) -> None:
+        """A write that finds earlier ones gone asks for all blocks, which only this thread can bring."""
+        if self._snapshots is not None:
+            self._steps().keeper.save_all()
+            self._snapshots.writer.flush(LAST_WRITES_S)
+            self._drain_mailbox(wait=False)
+            self._steps().keeper.save_all()
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +280,14 @@ class LocalEngine:
             self._frozen.bring_back(prompt_ids, displacing, self._loop, self._call, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:
-        self._mailbox.put(lambda: self._steps().keeper.not_saved(session_id, again))
+        """On the writer's thread."""
+        writer = self._need_snapshots().writer
+
+        def tell() -> None:
+            if not self._steps().keeper.not_saved(session_id, again):
+                writer.give_up(session_id)
+
+        self._mailbox.put(tell)
 
     def _need_snapshots(self) -> Snapshots:
         if self._snapshots is None:

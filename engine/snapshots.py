@@ -80,20 +80,25 @@ class Snapshots:
         except NoRoom:
             loop.keeper.lose(session_id, "evicted")
 
-    def write_now(self, session_id: str, loop: StepLoop, call: Callable[[Callable[[], None]], None]) -> dict[str, Any]:
+    def write_now(
+        self, session_id: str, loop: StepLoop, call: Callable[[Callable[[], object]], object]
+    ) -> dict[str, Any]:
         """Have what is in the pool written; `info` of it. `call` runs a function on the engine thread.
 
         Raises `StorageFailed`, `Conflict` while the session is answering, `NotFound` where it has nothing.
         """
         for _ in range(2):
             call(lambda: loop.keeper.save_now(session_id))
-            failure = self.writer.wait(session_id, WAIT_S)
+            try:
+                failure = self.writer.wait(session_id, WAIT_S)
+            except TimeoutError:
+                failure = f"The cache could not be written to disk within {WAIT_S:.0f} s."
             if failure is not None:
                 raise StorageFailed(failure)
             info = self.info(session_id)
-            if info is not None:
+            if info is not None and info["fingerprint"] == loop.fingerprint():
                 return info
-            # Another session's needed the room on disk in the meantime.
+            # Another session's needed the room on disk in the meantime, or it was written before a change of template.
             call(lambda: loop.keeper.not_saved(session_id, True))
         raise NotFound("Nothing of this session is in the cache.")
 

@@ -17,7 +17,9 @@ class SnapshotWriter:
     """Jobs by session, carried out in order of arrival; a newer job takes the place of one that still waits.
 
     `on_failed(session_id, again)` is told, on the writer's thread, of a job that could not be carried out: what it
-    brought is lost, so that the next one has to bring everything; `again` if that would succeed. Safe from any thread.
+    brought is lost, so that the next one has to bring everything; `again` if that would succeed. After `again` the
+    session's state is on its way until such a job has been carried out, or `give_up` says that none will come. Safe
+    from any thread.
     """
 
     def __init__(self, store: SnapshotStore, on_failed: Callable[[str, bool], None]) -> None:
@@ -25,6 +27,7 @@ class SnapshotWriter:
         self._on_failed = on_failed
         self._jobs: OrderedDict[str, SaveJob] = OrderedDict()
         self._writing: str | None = None
+        self._asked_again: set[str] = set()
         self._changed = threading.Condition()
         self._closing = False
         self._told = False
@@ -46,19 +49,34 @@ class SnapshotWriter:
 
         Raises TimeoutError.
         """
+
+        def settled() -> bool:
+            under_way = session_id in self._jobs or self._writing == session_id
+            return not under_way and (session_id not in self._asked_again or self._closing)
+
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: session_id not in self._jobs and self._writing != session_id, timeout_s
-            ):
+            if not self._changed.wait_for(settled, timeout_s):
                 raise TimeoutError
             return self._failures.get(session_id)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every job so far has been carried out, or for that long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and self._writing is None, timeout_s)
+
+    def give_up(self, session_id: str) -> None:
+        """No job that brings everything will come: what `wait` says of the session's last one stands."""
+        with self._changed:
+            self._asked_again.discard(session_id)
+            self._changed.notify_all()
 
     def remove(self, session_id: str) -> None:
         """Drop what waits of a session, and delete its snapshot."""
         with self._changed:
             self._jobs.pop(session_id, None)
-            self._failures.pop(session_id, None)
             self._changed.wait_for(lambda: self._writing != session_id)
+            self._failures.pop(session_id, None)
+            self._asked_again.discard(session_id)
             self._changed.notify_all()
         self.store.remove(session_id)
 
@@ -78,7 +96,11 @@ class SnapshotWriter:
                     return
                 session_id, job = self._jobs.popitem(last=False)
                 self._writing = session_id
-            failure = self._carry_out(job)
+            failure, again = self._carry_out(job)
+            with self._changed:
+                (self._asked_again.add if again else self._asked_again.discard)(session_id)
+            if failure is not None:
+                self._on_failed(session_id, again)  # before anybody who waits can act on it
             with self._changed:
                 self._writing = None
                 if failure is None:
@@ -87,14 +109,12 @@ class SnapshotWriter:
                     self._failures[session_id] = failure
                 self._changed.notify_all()
 
-    def _carry_out(self, job: SaveJob) -> str | None:
-        """One sentence if it failed."""
+    def _carry_out(self, job: SaveJob) -> tuple[str | None, bool]:
+        """`(one sentence if it failed, whether the same state would be written if a job brought all of it)`."""
         try:
             self.store.save(job)
         except MissingBlocks:
-            # Whoever submits is asked for all of it and does so at once: nothing has failed yet.
-            self._on_failed(job.session_id, True)
-            return None
+            return "An earlier write of this session's cache is gone.", True
         except SnapshotTooLarge:
             failure = "This session's cache is larger than the disk space that snapshots may take."
             self._tell(failure)
@@ -106,9 +126,8 @@ class SnapshotWriter:
             failure = f"The cache could not be written to disk: {type(error).__name__}."
         else:
             self._told = False
-            return None
-        self._on_failed(job.session_id, False)
-        return failure
+            return None, False
+        return failure, False
 
     def _tell(self, failure: str) -> None:
         """One line, not one for each turn, until a write succeeds again."""

@@ -101,11 +101,23 @@ def test_after_a_failure_the_next_job_must_bring_all(writer: SnapshotWriter, gat
     assert "No space left" in writer.wait(A, 10) and writer.failed == [(A, False)]
     gate.full = False
     writer.submit(job(A, "abcd", new="d"))
-    assert writer.wait(A, 10) is None and writer.failed[1:] == [(A, True)], "asked for again, which is no failure"
+    with pytest.raises(TimeoutError):
+        writer.wait(A, 0.2)  # neither written nor failed: all of it was asked for
+    assert writer.failed[1:] == [(A, True)]
     assert holds(writer.store.load(A, FINGERPRINT), "ab"), "the old snapshot stays"
     writer.submit(job(A, "abcd"))
     assert writer.wait(A, 10) is None and holds(writer.store.load(A, FINGERPRINT), "abcd")
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("end", ["give_up", "remove", "close"])
+def test_nobody_waits_for_a_job_that_will_not_come(writer: SnapshotWriter, end: str) -> None:
+    writer.submit(job(A, "ab", new="b"))
+    writer.flush(10)
+    assert writer.failed == [(A, True)]
+    {"give_up": writer.give_up, "remove": writer.remove, "close": lambda session: writer.close(10)}[end](A)
+    failure = writer.wait(A, 0.1)
+    assert failure is None if end == "remove" else "is gone" in failure
 
 
 def test_what_can_not_be_kept_is_told_once(writer: SnapshotWriter, caplog) -> None:

@@ -9,6 +9,8 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,7 @@ def turn(engine: RecordingEngine, session: str, prompt: tuple[int, ...], **reque
 def saved(engine: RecordingEngine, session: str) -> dict[str, Any]:
     """The snapshot once what the last turn brought is in it."""
     engine.check_integrity()
-
-    def done() -> bool:
-        # A write that found earlier blocks gone is done again at once, with all of them: nobody calls that a failure.
-        written = engine._snapshots.writer.wait(session, 10) is None
-        return written and not engine._call(lambda: engine._steps().keeper.has_unsaved)
-
-    assert wait_until(done, 20)
+    assert wait_until(lambda: not engine._call(lambda: engine._steps().keeper.has_unsaved))
     assert engine._snapshots.writer.wait(session, 10) is None
     return engine.snapshot_info(session)
 
@@ -401,6 +397,25 @@ def test_another_template_while_running_refuses_and_writes_anew(tmp_path: Path) 
         turn(engine, A, (*PROMPT, 5))
         assert saved(engine, A)["fingerprint"]["chat template"] != before
         assert engine.snapshot_info(A)["tokens"] == len(PROMPT) + 24
+        engine.use_template("chatml")
+        assert engine.snapshot(A)["fingerprint"] == engine._steps().fingerprint(), "without a turn in between, too"
+
+
+def test_a_snapshot_asked_for_is_never_the_older_one(tmp_path: Path) -> None:
+    """A write found the earlier blocks gone, and the engine had not yet brought all of them when it was asked."""
+    with engine_over(tmp_path) as engine, ThreadPoolExecutor(1) as pool:
+        turn(engine, A, PROMPT)
+        assert saved(engine, A)["tokens"] == len(PROMPT) + 23
+        engine.use_template("plain")
+        writer, asked = engine._snapshots.writer, []
+        tell, writer._on_failed = writer._on_failed, lambda *what: asked.append(what)
+        turn(engine, A, (*PROMPT, 5))
+        assert wait_until(lambda: asked == [(A, True)])
+        answer = pool.submit(engine.snapshot, A)
+        with pytest.raises(FutureTimeout):
+            answer.result(0.2)
+        tell(*asked[0])
+        assert answer.result(10)["tokens"] == len(PROMPT) + 24
 
 
 @pytest.mark.parametrize(("kind", "index"), [("llama", 4), ("bamba", 0)])
@@ -505,6 +520,20 @@ def test_what_the_limit_pushed_out_is_written_again(tmp_path: Path) -> None:
         turn(engine, A, (*PROMPT, 4))
         assert saved(engine, A)["tokens"] == len(PROMPT) + 24 and engine.stored_sessions() == [A]
         assert engine.snapshot(B)["tokens"] == len(PROMPT) + 23
+        turn(engine, A, (*PROMPT, 6))
+    with engine_over(tmp_path) as engine:
+        assert engine.restore(A) == len(PROMPT) + 24, "also what found its earlier blocks gone while closing"
+
+
+def test_what_is_in_ram_and_not_on_disk_is_written_when_asked_for(tmp_path: Path) -> None:
+    """Blocks of 4 tokens: a session of 123 tokens takes 31; the pool has room for one, RAM too, the disk too."""
+    with engine_over(tmp_path, blocks=60, ram_limit=40 * 2048, snapshot_limit=100_000) as engine:
+        turn(engine, A, PROMPT)
+        saved(engine, A)
+        turn(engine, B, PROMPT[::-1])
+        saved(engine, B)
+        assert engine.stored_sessions() == [B] and engine.inspect(A)["away"]["tier"] == "ram"
+        assert engine.snapshot(A)["tokens"] == len(PROMPT) + 23 and engine.stored_sessions() == [A]
 
 
 def test_removed_with_the_session_also_while_the_model_loads(tmp_path: Path) -> None:
