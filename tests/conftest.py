@@ -20,8 +20,15 @@ from filelock import FileLock
 
 from engine.weights.catalog import ModelSource, resolve
 
-IN_ONE_PROCESS = ("tests/e2e/",)
-"""Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test."""
+IN_ONE_PROCESS = ("tests/e2e/", "tests/kernels/test_gpu_codegen.py")
+"""Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test.
+Then what compiles beside them: the first process begins it, and is given these tests."""
+LONGEST = (
+    "one process",
+    "tests/engine/test_greedy_is_transformers.py",
+    "tests/contract/test_command_line.py",
+)
+"""Begun first, the longest at the head: a long one at the end has one process wait for the other."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,7 +39,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "apps" if file.startswith(IN_ONE_PROCESS) else file
+            return "one process" if file.startswith(IN_ONE_PROCESS) else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            longest = next((scope for scope in LONGEST if scope in self.workqueue), None)
+            if longest is not None:
+                self.workqueue.move_to_end(longest, last=False)
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
 

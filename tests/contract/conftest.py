@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,19 +26,46 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-@pytest.fixture
-def chat(tmp_path: Path, engine: FakeEngine) -> Iterator[ChatService]:
-    service = ChatService(SessionStore(tmp_path / "chats.db"), engine)
+@contextmanager
+def chat_over(folder: Path, engine: FakeEngine) -> Iterator[ChatService]:
+    service = ChatService(SessionStore(folder / "chats.db"), engine)
     yield service
     service.close()
     service.store.close()
 
 
-@pytest.fixture
-def client(chat: ChatService) -> Iterator[TestClient]:
+@contextmanager
+def client_of(chat: ChatService) -> Iterator[TestClient]:
     app = Security(build_api(chat, lambda: ["fake-model", "other-model"]))
     with TestClient(app, base_url=LOCAL, raise_server_exceptions=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def chat(tmp_path: Path, engine: FakeEngine) -> Iterator[ChatService]:
+    with chat_over(tmp_path, engine) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(chat: ChatService) -> Iterator[TestClient]:
+    with client_of(chat) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def standing_chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatService]:
+    """One for all tests of a file that do not mind what others left in it."""
+    with chat_over(tmp_path_factory.mktemp("chat"), FakeEngine()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def refusing(standing_chat: ChatService) -> Iterator[TestClient]:
+    """One client for all requests of a file that are refused: none of them stores anything or gets a reply."""
+    with client_of(standing_chat) as opened:
+        yield opened
+    assert not standing_chat.store.list() and not standing_chat.engine.finished
 
 
 @pytest.fixture

@@ -34,13 +34,13 @@ def test_text_to_tokens_and_back(client):
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": 5}, {"prompt": None}, {"messages": []}, {"prompt": "a", **ASK}])
-def test_senseless_texts(client, body):
-    assert_error(client.post("/tokenize", json=body), 400)
+def test_senseless_texts(refusing, body):
+    assert_error(refusing.post("/tokenize", json=body), 400)
 
 
 @pytest.mark.parametrize("tokens", [None, "1", [1.5], [True], ["1"], [-1], [10**6], [2**40], {"a": 1}])
-def test_senseless_tokens(client, tokens):
-    assert_error(client.post("/detokenize", json={"tokens": tokens}), 400)
+def test_senseless_tokens(refusing, tokens):
+    assert_error(refusing.post("/detokenize", json={"tokens": tokens}), 400)
 
 
 def test_cache_and_probe(client, session_id):

@@ -100,8 +100,8 @@ def test_both_names_of_the_limit_hold(client, limits, count, stream):
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [0, -1, "5", 5.0, 5.5, True, [5], {}, 2**40])
-def test_limits_that_make_no_sense_are_refused(client, name, value):
-    assert name in assert_error(post(client, {**ASK, name: value}), 400)["message"]
+def test_limits_that_make_no_sense_are_refused(refusing, name, value):
+    assert name in assert_error(post(refusing, {**ASK, name: value}), 400)["message"]
 
 
 @pytest.mark.parametrize("role", ["tool", "function", "ipython", "", "User", None])
@@ -139,26 +139,26 @@ BOUNDS = {
 
 @pytest.mark.parametrize("value", [-(10**5), 2**31, 2**63, 2**64, -(2**64), 10**39, "5", [5]], ids=str)
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_refused_number_is_told_its_bounds(client, name, value):
+def test_a_refused_number_is_told_its_bounds(refusing, name, value):
     """`max_tokens` of 2**31 had to be "at least 1", and greater ones were "too large": for what was not said."""
     if name in ("seed", "top_k") and value == 2**31:
         pytest.skip("that is a value")
     body = {**ASK, "logprobs": True, name: value}
     low, high = BOUNDS[name]
-    message = assert_error(post(client, body), 400)["message"]
+    message = assert_error(post(refusing, body), 400)["message"]
     assert re.match(rf"{name} must be a (whole )?number from {low} to {high}, not .+\.$", message), message
 
 
 @pytest.mark.parametrize("bias", [{"5": 1e5}, {"5": -(10**30)}, {"5": "1"}, {"5": True}], ids=str)
-def test_a_refused_bias_is_told_its_bounds(client, bias):
-    message = assert_error(post(client, {**ASK, "logit_bias": bias}), 400)["message"]
+def test_a_refused_bias_is_told_its_bounds(refusing, bias):
+    message = assert_error(post(refusing, {**ASK, "logit_bias": bias}), 400)["message"]
     assert "from -10000 to 10000" in message
 
 
-def test_numbers_beyond_any_setting_are_refused_with_a_limit(client):
+def test_numbers_beyond_any_setting_are_refused_with_a_limit(refusing):
     for number, limit in (("1" * 41, "40 digits"), ("1e999", "1.8e+308")):
         raw = json.dumps({**ASK, "seed": 0}).replace('"seed": 0', f'"seed": {number}')
-        response = client.post("/v1/chat/completions", content=raw)
+        response = refusing.post("/v1/chat/completions", content=raw)
         assert limit in assert_error(response, 400)["message"]
 
 
@@ -209,8 +209,8 @@ def test_stop_takes_text_or_a_list(client, engine, stop, stream):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_senseless_fields_get_400(client, change, stream):
-    assert_error(post(client, {**ASK, "stream": stream, **change}), 400)
+def test_senseless_fields_get_400(refusing, change, stream):
+    assert_error(post(refusing, {**ASK, "stream": stream, **change}), 400)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def test_senseless_fields_get_400(client, change, stream):
      b'{"a":1e999}', b'{"a":' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"messages":' + b"[" * 50_000],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/api/sessions/import"])
-def test_what_is_no_json_object_gets_400(client, raw, path):
-    assert_error(client.post(path, content=raw), 400)
+def test_what_is_no_json_object_gets_400(refusing, raw, path):
+    assert_error(refusing.post(path, content=raw), 400)
 
 
-def test_a_body_that_is_too_large_gets_413(client):
-    assert_error(client.post("/v1/chat/completions", content=b"x" * (9 << 20)), 413)
-    assert_error(client.post("/v1/chat/completions", content=(b"x" * (1 << 20) for _ in range(9))), 413)
+def test_a_body_that_is_too_large_gets_413(refusing):
+    assert_error(refusing.post("/v1/chat/completions", content=b"x" * (9 << 20)), 413)
+    assert_error(refusing.post("/v1/chat/completions", content=(b"x" * (1 << 20) for _ in range(9))), 413)
 
 
 def test_parts_mean_their_text_joined_by_line_feeds(client, engine):
@@ -314,9 +314,9 @@ def test_an_empty_message_to_a_session_is_refused(client):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", ["gpt-4", "other-model", "../x", "\ud800"])
-def test_an_unknown_model_gets_404(client, path, name):
+def test_an_unknown_model_gets_404(refusing, path, name):
     body = json.dumps({**ASK, "prompt": "x", "model": name})
-    assert assert_error(client.post(path, content=body), 404)["code"] == "model_not_found"
+    assert assert_error(refusing.post(path, content=body), 404)["code"] == "model_not_found"
 
 
 def test_log_probabilities_of_chat(client):
@@ -343,8 +343,8 @@ def test_completions_take_text_and_ids(client, engine):
 @pytest.mark.parametrize(
     "prompt", [None, 5, {}, [], [[]], "", ["a", "b"], [[1], [2]], [1, "a"], [True], [1.0], [-1], [10**6], [2**62]]
 )
-def test_prompts_that_make_no_sense_are_refused(client, prompt):
-    assert_error(post(client, {"prompt": prompt}, "/v1/completions"), 400)
+def test_prompts_that_make_no_sense_are_refused(refusing, prompt):
+    assert_error(post(refusing, {"prompt": prompt}, "/v1/completions"), 400)
 
 
 @pytest.mark.parametrize("stream", [False, True])

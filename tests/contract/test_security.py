@@ -19,10 +19,10 @@ from ui.security import Security
 KEY = "a-long-secret"
 
 
-@pytest.fixture
-def api(chat):
+@pytest.fixture(scope="module")
+def api(standing_chat):
     """The routes with a page, which says to every origin that it may read it."""
-    api = build_api(chat)
+    api = build_api(standing_chat)
     api.add_api_route("/", lambda: HTMLResponse("the page"))
     api.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
     return api

@@ -10,8 +10,8 @@ from tests.support import codegen_child, interpreter
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is asked for at the end of the kernels' tests is begun at once, by the first of several processes only:
-    Triton keeps what it compiled for the others."""
+    """What is asked for at the end of the kernels' tests is begun at once, by the first of several processes, which
+    is the one that asks (`IN_ONE_PROCESS`)."""
     asked = any(item.path.name == "test_gpu_codegen.py" for item in session.items)
     if asked and not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         codegen_child.start()
