@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
+import app
 from sessions.store import SessionStore
 from tests.support.fake_engine import FakeEngine, wait_until
 from ui.api.routes import build_api
@@ -36,8 +40,8 @@ def chat_over(folder: Path, engine: FakeEngine) -> Iterator[ChatService]:
 
 @contextmanager
 def client_of(chat: ChatService) -> Iterator[TestClient]:
-    app = Security(build_api(chat, lambda: ["fake-model", "other-model"]))
-    with TestClient(app, base_url=LOCAL, raise_server_exceptions=False) as opened:
+    guarded = Security(build_api(chat, lambda: ["fake-model", "other-model"]))
+    with TestClient(guarded, base_url=LOCAL, raise_server_exceptions=False) as opened:
         yield opened
 
 
@@ -71,6 +75,30 @@ def refusing(standing_chat: ChatService) -> Iterator[TestClient]:
 @pytest.fixture
 def session_id(client: TestClient) -> str:
     return str(client.post("/api/sessions").json()["id"])
+
+
+@pytest.fixture
+def run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, caplog
+) -> Callable[..., subprocess.CompletedProcess]:
+    """What `test_command_line.run` gives, without a process of its own, whose imports take most of the time.
+
+    For commands that end by themselves before a server runs.
+    """
+
+    def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess:
+        for name in [name for name in os.environ if name.startswith("KVSCOPE")]:
+            monkeypatch.delenv(name)
+        for name, value in {"KVSCOPE_DATA": str(tmp_path / "data"), **extra}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(app, "on_signals", lambda handler: None)
+        monkeypatch.setattr(sys, "argv", ["app.py", "--no-browser", *map(str, arguments)])
+        capfd.readouterr(), caplog.clear()
+        code = app.main()
+        out, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(sys.argv, code, out, caplog.text + errors)
+
+    return run
 
 
 @pytest.fixture

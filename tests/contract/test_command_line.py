@@ -79,35 +79,41 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_bad_arguments(tmp_path, arguments, words):
-    assert_refused(run(tmp_path, *(["--port", "0"] if "--port" not in arguments else []), *arguments), *words)
+def test_bad_arguments(run_here, arguments, words):
+    assert_refused(run_here(*(["--port", "0"] if "--port" not in arguments else []), *arguments), *words)
 
 
-def test_the_key_may_come_from_the_environment(tmp_path):
-    done = run(tmp_path, "--host", "0.0.0.0", "--port", 0, "--model", "missing.gguf", KVSCOPE_API_KEY="secret")
+def test_bad_arguments_end_the_process(tmp_path):
+    """As above, with what only the process shows: its exit code, and what else libraries say on the way."""
+    assert_refused(run(tmp_path, "--port", "abc"), "--port", "abc")
+    assert_refused(run(tmp_path, "--port", "0", "--model", "missing.gguf"), "missing.gguf")
+
+
+def test_the_key_may_come_from_the_environment(run_here):
+    done = run_here("--host", "0.0.0.0", "--port", 0, "--model", "missing.gguf", KVSCOPE_API_KEY="secret")
     assert_refused(done, "missing.gguf")
 
 
-def test_a_busy_port(tmp_path):
+def test_a_busy_port(run_here):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert_refused(run(tmp_path, "--port", port, "--model", "missing.gguf"), str(port), "in use")
+        assert_refused(run_here("--port", port, "--model", "missing.gguf"), str(port), "in use")
 
 
-def test_files_and_folders_that_are_no_model(tmp_path):
+def test_files_and_folders_that_are_no_model(tmp_path, run_here):
     junk = tmp_path / "junk.gguf"
     junk.write_bytes(b"not a model")
-    assert_refused(run(tmp_path, "--port", 0, "--model", junk), "junk.gguf", "not a GGUF")
+    assert_refused(run_here("--port", 0, "--model", junk), "junk.gguf", "not a GGUF")
     (tmp_path / "empty").mkdir()
-    assert_refused(run(tmp_path, "--port", 0, "--model", tmp_path / "empty"), "empty", "no model")
+    assert_refused(run_here("--port", 0, "--model", tmp_path / "empty"), "empty", "no model")
 
 
-def test_a_data_folder_that_can_not_be(tmp_path):
+def test_a_data_folder_that_can_not_be(tmp_path, run_here):
     (tmp_path / "data").write_text("a file")
     model = save_gguf(tiny_model("llama"), tmp_path / "m.gguf")
-    assert_refused(run(tmp_path, "--port", 0, "--model", model), "data folder")
+    assert_refused(run_here("--port", 0, "--model", model), "data folder")
 
 
 def test_help_explains_every_argument_with_its_default(tmp_path):
@@ -128,11 +134,11 @@ def test_the_plan_adds_up(tmp_path):
     assert "(512 bytes)" in rows["KV per token"] and rows["fits"].strip() == "yes"
 
 
-def test_the_plan_names_what_is_held(tmp_path):
+def test_the_plan_names_what_is_held(tmp_path, run_here):
     """It said int8 for a file whose blocks are kept as they lie in it."""
     path = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_1)
     loaded = load_model(path, torch.device("cpu"))
-    done = run(tmp_path, "--plan", "--model", path, "--device", "cpu")
+    done = run_here("--plan", "--model", path, "--device", "cpu")
     [weights] = [line for line in done.stdout.splitlines() if line.startswith("weights")]
     assert weights.endswith(f"({loaded.weight_bytes} bytes) in {loaded.weight_format}")
 

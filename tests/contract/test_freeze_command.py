@@ -51,15 +51,15 @@ def test_freezes_and_ends_and_a_start_knows_it(tmp_path: Path, folder: Path) -> 
     ],
     ids=["no file", "not utf-8", "empty", "blank", "huge", "longer than the context"],
 )
-def test_bad_files(tmp_path: Path, folder: Path, content: bytes | None, words: list[str]) -> None:
+def test_bad_files(tmp_path: Path, folder: Path, content: bytes | None, words: list[str], run_here) -> None:
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    assert_refused(run(tmp_path, "--freeze", file, "--model", folder, "--dtype", "float32"), *words)
+    assert_refused(run_here("--freeze", file, "--model", folder, "--dtype", "float32"), *words)
     assert not (tmp_path / "data" / "frozen").exists()
 
 
-def test_a_folder_and_no_model(tmp_path: Path) -> None:
-    assert_refused(run(tmp_path, "--freeze", tmp_path), "can't be read")
+def test_a_folder_and_no_model(tmp_path: Path, run_here) -> None:
+    assert_refused(run_here("--freeze", tmp_path), "can't be read")
     (tmp_path / "text.txt").write_text("Be brief.")
-    assert_refused(run(tmp_path, "--freeze", tmp_path / "text.txt", "--model", "no-such-model"), "no-such-model")
+    assert_refused(run_here("--freeze", tmp_path / "text.txt", "--model", "no-such-model"), "no-such-model")
