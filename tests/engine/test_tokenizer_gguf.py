@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from engine.errors import ModelFileError
@@ -19,6 +18,7 @@ from engine.protocol import ChatMessage
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import ModelSource
 from tests.support import tiny_tokenizer as tiny
+from tests.support.reference_model import load_reference_tokenizer
 
 SAMPLE = "Hello  world 12345 don't\n\n日本 x=1"
 TEXTS = [SAMPLE, "getName(x);\n\nif (a12 == 3456)\r\n  toString() it's I'LL", "  a\t b\n \n c", "ÀÉ世界 12 ok", ""]
@@ -102,7 +102,7 @@ def test_vocabulary_that_fits_no_known_rule_is_refused(tmp_path):
 def test_ids_equal_transformers_own(tmp_path, family):
     name, vocab = family
     tokenizer = ChatTokenizer.from_source(write(tmp_path / "m.gguf", vocab, name))
-    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    reference = load_reference_tokenizer(tmp_path / "m.gguf")
     for text in TEXTS:
         ids = reference.encode(text, add_special_tokens=False)
         assert tokenizer.encode(text) == ids
@@ -139,7 +139,7 @@ def test_default_model_equals_transformers(default_model):
     if default_model.kind != "gguf":
         pytest.skip("the default model came from the hub")
     tokenizer = ChatTokenizer.from_source(default_model)
-    reference = AutoTokenizer.from_pretrained(default_model.path.parent, gguf_file=default_model.path.name)
+    reference = load_reference_tokenizer(default_model.path)
     assert tokenizer.warnings == () and tokenizer.template_name == "model"
     for text in (*TEXTS, CODE, "A 世界 e\u0301 👩‍👩‍👧‍👦 🇫🇷 end"):
         ids = reference.encode(text, add_special_tokens=False)
