@@ -82,3 +82,11 @@ def test_only_app_reads_environment_and_arguments(folder):
         if folder == "kernels" and path.name == "dispatch.py":
             continue
         assert "os.environ" not in text and "os.getenv" not in text and "sys.argv" not in text, path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("conftest.py")), ids=lambda path: path.parent.name)
+def test_what_lasts_for_a_package_is_in_one(path):
+    """Else it lasts to the end of all tests: the browser did, and its event loop failed others that ran one."""
+    keywords = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
+    scopes = [ast.literal_eval(node.value) for node in keywords if node.arg == "scope"]
+    assert "package" not in scopes or path.with_name("__init__.py").exists()

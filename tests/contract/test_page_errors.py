@@ -12,6 +12,14 @@ from ui.layout import mount
 from ui.security import Security
 
 
+@pytest.fixture(scope="module")
+def client(standing_chat):
+    """Building the page takes a second."""
+    app = Security(mount(build_api(standing_chat), standing_chat))
+    with TestClient(app, base_url=LOCAL, raise_server_exceptions=False) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -25,11 +33,9 @@ from ui.security import Security
         ("GET", "/nothing", 404),
     ],
 )
-def test_errors_of_the_page_have_the_shape_of_all_errors(chat, method, path, status):
+def test_errors_of_the_page_have_the_shape_of_all_errors(client, method, path, status):
     """They were `{"detail": ...}`, with the path that was asked for in it."""
-    app = Security(mount(build_api(chat), chat))
-    with TestClient(app, base_url=LOCAL, raise_server_exceptions=False) as client:
-        body = {"json": {}} if method == "POST" else {}
-        error = assert_error(client.request(method, path, **body), status)
-        assert "passwd" not in error["message"]
-        assert client.get("/").status_code == 200 and client.get("/config").status_code == 200
+    body = {"json": {}} if method == "POST" else {}
+    error = assert_error(client.request(method, path, **body), status)
+    assert "passwd" not in error["message"]
+    assert client.get("/").status_code == 200 and client.get("/config").status_code == 200

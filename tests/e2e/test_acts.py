@@ -201,7 +201,7 @@ def test_settings_are_kept_with_the_chat(talk: ChatPage, visitor: Visitor, app: 
     expect(other.page.locator("#kv-system_prompt textarea")).to_have_value("Answer in one word.")
     expect(other.page.locator("#kv-temperature input[type=number]")).to_have_value("0.7")
     other.ask("go")
-    numbers = app.messages(talk.session())[-1]["kvscope"]
+    numbers = app.numbers(talk.session())
     assert numbers["generated_tokens"] <= 3 and numbers["seed"] == 42
 
 
@@ -214,7 +214,7 @@ def test_settings_of_a_new_chat_come_with_its_first_message(visitor: Visitor, ap
     tab.ask("hello")
     session = app.request("GET", f"/api/sessions/{tab.session()}")
     assert session["system_prompt"] == "You are a parrot." and session["params"]["max_tokens"] == 2
-    assert session["messages"][1]["kvscope"]["generated_tokens"] <= 2
+    assert app.numbers(tab.session())["generated_tokens"] <= 2
 
 
 def test_settings_typed_while_the_controls_are_still_being_filled_count(visitor: Visitor, app: AppProcess) -> None:

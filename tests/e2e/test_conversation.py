@@ -31,7 +31,7 @@ def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess
     stored = app.messages(tab.session())
     assert [message["content"] for message in stored] == ["Hello", stored[1]["content"]]
     assert tab.texts()[1].split() == stored[1]["content"].split()
-    numbers = stored[1]["kvscope"]
+    numbers = app.numbers(tab.session())
     wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
     assert (tab.tile("generated"), tab.tile("computed")) == (str(STREAMED), str(numbers["computed_tokens"]))
     cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
@@ -60,7 +60,7 @@ def test_the_second_message_computes_only_itself(visitor: Visitor, app: AppProce
     before = tab.texts()
     tab.ask("Another one.")
     assert tab.texts()[:2] == before
-    numbers = app.messages(tab.session())[3]["kvscope"]
+    numbers = app.numbers(tab.session())
     assert numbers["reused_tokens"] > 0 and numbers["miss"] is None
     wait_for(lambda: tab.tile("reused") == str(numbers["reused_tokens"]), "the reused tokens")
 

@@ -24,12 +24,13 @@ def test_refresh_while_a_reply_is_written(visitor: Visitor, app: AppProcess) -> 
     tab.idle(2)
     stored = app.messages(session)
     assert tab.session() == session and len(stored) == 2
-    assert stored[1]["kvscope"]["generated_tokens"] == 120 and stored[1]["status"] == "complete"
+    numbers = app.numbers(session)
+    assert numbers["generated_tokens"] == 120 and stored[1]["status"] == "complete"
     assert tab.texts()[1].split() == stored[1]["content"].split()
     tab.page.reload()
     tab.ready()
     tab.idle(2)
-    assert tab.cache_pos() == stored[1]["kvscope"]["cache_pos"]
+    wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
 
 
 def test_refresh_keeps_a_text_that_is_not_sent_yet(visitor: Visitor, app: AppProcess) -> None:

@@ -94,6 +94,11 @@ class AppProcess:
         found: list[dict[str, Any]] = self.request("GET", f"/api/sessions/{session_id}", key=key)["messages"]
         return found
 
+    def numbers(self, session_id: str, index: int = -1) -> dict[str, Any]:
+        """What a finished turn took; it is stored after the reply's text, which a page shows before."""
+        found: dict[str, Any] = wait_for(lambda: self.messages(session_id)[index]["kvscope"], "a turn's numbers")
+        return found
+
     def running(self, session_id: str) -> bool:
         return bool(self.request("GET", f"/api/sessions/{session_id}")["running"])
 

@@ -120,6 +120,8 @@ class FakeStream:
 
         yield PrefillProgress(stats())
         for number, word in enumerate(words):
+            if number == engine.pause_at:
+                engine.go_on.wait(30)
             self._cancelled.wait(max(0.0, started + (number + 1) / engine.rate - time.perf_counter()))
             if self._cancelled.is_set():
                 reason = "cancelled"
@@ -137,6 +139,8 @@ class FakeEngine:
 
     def __init__(self, rate: float = 100.0, reply: str = REPLY, max_seq_len: int = 2048) -> None:
         self.rate, self.reply, self.max_seq_len = rate, reply, max_seq_len
+        self.pause_at: int | None = None
+        self.go_on = threading.Event()
         self.tokenizer = FakeTokenizer()
         self.caches: dict[str, list[int]] = {}
         self.warnings: list[str] = []

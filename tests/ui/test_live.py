@@ -11,9 +11,11 @@ from ui.reply_html import reply_html
 
 
 def test_a_first_message_stores_the_chat_and_streams_its_reply(page):
+    page.chat.engine.pause_at = 5
     page.send("Hello there", params={"temperature": 0.2}, system_prompt="Be brief.")
     page.poll()
     assert page.running and page.messages[1]["live"]
+    page.chat.engine.go_on.set()
     page.until_idle()
     assert [message["role"] for message in page.messages] == ["user", "assistant"]
     assert page.messages[1]["html"] == reply_html(REPLY)
@@ -45,12 +47,14 @@ def test_nothing_new_is_a_short_answer(page):
 
 
 def test_a_second_tab_and_a_refresh_see_the_same_reply(page):
+    page.chat.engine.pause_at = 5
     page.send("Hello")
     page.poll()
     tab = page.open(page.session)
     tab.poll()
     tab.poll()
     assert tab.running and tab.turn_id == page.chat.running(page.session).id
+    page.chat.engine.go_on.set()
     tab.until_idle()
     page.until_idle()
     assert tab.messages == page.messages
