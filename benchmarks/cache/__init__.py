@@ -1,0 +1,1 @@
+"""What the cache saves, measured; `python -m benchmarks.cache`."""
