@@ -146,6 +146,7 @@ def _settings() -> None:
                 elem_id="kv-kv_format",
             ),
         ]
+        _drawn("frozen", "kv-frozen")
         _drawn("template", "kv-template")
         _drawn("settings", "kv-settings-state")
     for control in controls:

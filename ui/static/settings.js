@@ -106,9 +106,11 @@ export class Settings {
     this.shown = JSON.stringify(wanted);
     if (this.shown === JSON.stringify(this.stored())) {
       this.own = null;
+      this.page.frozen.draw();
       return;
     }
     this.own = wanted;
+    this.page.frozen.draw();
     if (this.page.session === null) {
       this.tell("Saved with the first message.");
       return;
