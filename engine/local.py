@@ -286,8 +286,9 @@ class LocalEngine:
         session_id = request.session_id
         if session_id is not None and lanes.format_of(session_id) != kv_format:
             moved = self._call(lambda: lanes.settle(session_id, kv_format))
-            if moved and self._snapshots is not None:
-                self._snapshots.remove(session_id)
+            if self._snapshots is not None:
+                # What was kept in the format before is of no use; what was kept in this one may have been refused.
+                (self._snapshots.remove if moved else self._snapshots.forgive)(session_id)
         return lane
 
     def _open_lane(self, kv_format: str) -> StepLoop:
@@ -302,8 +303,9 @@ class LocalEngine:
         assert lane is not None
         return lane
 
-    def _lane_of_stored(self, snapshots: Snapshots, session_id: str) -> StepLoop | None:
-        """The lane of a session, else the one that its snapshot fits; None if nobody has wanted that format yet."""
+    def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
+        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet, the
+        engine's own where the session is `wanted` now, else None: its next turn will say."""
         lanes = self._all()
         stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
         if stored is None or stored not in KV_FORMATS:
@@ -311,14 +313,14 @@ class LocalEngine:
         lane = lanes.find(stored)
         if lane is not None:
             self._call(lambda: lanes.settle(session_id, stored))
-        return lane
+        return lane or (lanes.first if wanted else None)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, session_id: str | None, displacing: bool) -> None:
         """Have a session that is only on disk in the pool before what is posted next."""
         if self._snapshots is not None and session_id is not None and self._state == "ok":
-            lane = self._lane_of_stored(self._snapshots, session_id)
+            lane = self._lane_of_stored(self._snapshots, session_id, displacing)
             if lane is not None:
                 self._snapshots.bring_back(session_id, displacing, lane, self._post)
 
