@@ -27,7 +27,8 @@ class SessionKeeper:
     """Knows of each session what is kept where. Lives on the engine thread; `present` may be read from any.
 
     `present` holds the sessions for which nobody has to look on the disk: they are in the pool or in RAM.
-    `submit` takes blocks to the disk; None where nothing is kept there.
+    `submit` takes blocks to the disk; None where nothing is kept there. `beside`: the keeper of another KV format's
+    sessions, with which RAM and disk are shared.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class SessionKeeper:
         ram_limit: int,
         submit: Callable[[SaveJob], None] | None,
         fingerprint: Callable[[], Mapping[str, str]],
+        beside: SessionKeeper | None = None,
     ) -> None:
-        self.present: set[str] = set()
-        self.ram = HostTier(ram_limit)
+        self.present: set[str] = beside.present if beside is not None else set()
+        self.ram: HostTier = beside.ram if beside is not None else HostTier(ram_limit)
         self._scheduler = scheduler
         self._runner = runner
         self._restorer = restorer
-        self._submit = submit
+        self._submit: Callable[[SaveJob], None] | None = beside._submit if beside is not None else submit
         self._fingerprint = fingerprint
         self._unsaved: OrderedDict[str, float] = OrderedDict()
         self._saved: dict[str, list[tuple[Node, str | None]]] = {}

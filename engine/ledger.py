@@ -9,29 +9,32 @@ from typing import Any
 import psutil
 import torch
 
-from engine.loader import EngineParts
+from engine.lanes import Lanes
 from engine.step_loop import StepLoop
 
 
-def memory_report(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]) -> dict[str, Any]:
+def memory_report(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, Any]:
     """Bytes by kind; `on_disk` are those of each session's snapshot. On the CPU "device" is the machine's RAM and the
     allocator's part is what the process holds beyond weights, KV and workspace (interpreter, libraries, buffers)."""
-    spec, states = parts.cache.spec, parts.states
-    block_bytes = spec.block_bytes
+    loop, parts = lanes.first, lanes.first.parts
+    states = parts.states
     state_bytes = states.spec.nbytes if states is not None else 0
     slots = loop.prefix_cache.checkpoints.slots if loop.prefix_cache.checkpoints is not None else None
     state_reserved = states.reserved_bytes if states is not None else 0
     weights = parts.model.weight_bytes
-    kv_reserved = parts.cache.reserved_bytes
-    workspace = parts.cache.workspace_bytes + (states.workspace_bytes if states is not None else 0)
+    kv_reserved = sum(lane.parts.cache.reserved_bytes for lane in lanes)
+    kv_empty = sum(lane.empty_bytes() for lane in lanes)
+    workspace = sum(lane.parts.cache.workspace_bytes for lane in lanes) + (
+        states.workspace_bytes if states is not None else 0
+    )
     device = _card_figures(parts.model.device) if parts.model.device.type == "cuda" else _ram_figures()
     own = weights + kv_reserved + state_reserved + workspace
     return {
         "weights": weights,
-        "kv_used": loop.prefix_cache.pool.used_count * block_bytes,
+        "kv_used": sum(_used_bytes(lane) for lane in lanes),
         "kv_reserved": kv_reserved,
-        "kv_empty": loop.empty_bytes(),
-        "fragmentation": round(loop.empty_bytes() / kv_reserved, 4) if kv_reserved else 0.0,
+        "kv_empty": kv_empty,
+        "fragmentation": round(kv_empty / kv_reserved, 4) if kv_reserved else 0.0,
         "kv_ram": loop.keeper.ram.nbytes,
         "kv_disk": sum(on_disk.values()),
         "state_used": slots.used_count * state_bytes if slots is not None else 0,
@@ -46,19 +49,37 @@ def memory_report(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]
         "ram_available": psutil.virtual_memory().available,
         "blocks_used": loop.prefix_cache.pool.used_count,
         "blocks_free": loop.prefix_cache.pool.free_count,
-        "block_bytes": block_bytes,
-        "sessions": _by_session(loop, parts, on_disk),
+        "block_bytes": parts.cache.spec.block_bytes,
+        "formats": {
+            lane.parts.kv_format: {
+                "kv_used": _used_bytes(lane),
+                "kv_reserved": lane.parts.cache.reserved_bytes,
+                "blocks_used": lane.prefix_cache.pool.used_count,
+                "block_bytes": lane.parts.cache.spec.block_bytes,
+            }
+            for lane in lanes
+        },
+        "sessions": _by_session(lanes, on_disk),
     }
 
 
-def _by_session(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    spec = parts.cache.spec
+def _used_bytes(lane: StepLoop) -> int:
+    return lane.prefix_cache.pool.used_count * lane.parts.cache.spec.block_bytes
+
+
+def _by_session(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    parts = lanes.first.parts
     state_bytes = parts.states.spec.nbytes if parts.states is not None else 0
-    sequences = {seq.session_id: seq for seq in loop.scheduler.sequences() if seq.session_id is not None}
-    in_ram = loop.keeper.ram.sizes()
+    sequences = {
+        sequence.session_id: (sequence, lane.parts.cache.spec)
+        for lane in lanes
+        for sequence in lane.scheduler.sequences()
+        if sequence.session_id is not None
+    }
+    in_ram = lanes.first.keeper.ram.sizes()
     report = {}
     for session_id in {**sequences, **in_ram, **on_disk}:
-        sequence = sequences.get(session_id)
+        sequence, spec = sequences.get(session_id, (None, parts.cache.spec))
         report[session_id] = {
             "kv_used": sequence.cache_pos * spec.bytes_per_token if sequence else 0,
             "kv_reserved": len(sequence.block_table) * spec.block_bytes if sequence else 0,

@@ -11,12 +11,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache.cache import KVCache, fitting_extent_bytes
-from engine.kv_cache.calibration import CALIBRATION_TEXT, CALIBRATION_TOKENS, KL_LIMITS, calibrate
+from engine.jobs import Slices, run_through
+from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
+from engine.kv_cache.calibration import CALIBRATION_TEXT, CALIBRATION_TOKENS, KL_LIMITS, calibration_slices
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStatePool
 from engine.memory_plan import human_bytes, split_budget
 from engine.models.registry import DecoderModel, load_model
+from engine.replay import REPLAY_CHUNK
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
 from engine.weights.catalog import resolve
@@ -141,7 +143,7 @@ def assemble(
         warnings=(
             *tokenizer.warnings,
             *model.warnings,
-            *calibrated(model, cache, tokenizer, max_seq_len),
+            *run_through(calibration(model, cache, tokenizer, max_seq_len)),
         ),
         states=SSMStatePool(state, model.device) if state is not None else None,
         state_slots=state_slots,
@@ -149,13 +151,33 @@ def assemble(
     )
 
 
-def calibrated(model: DecoderModel, cache: KVCache, tokenizer: ChatTokenizer, max_seq_len: int) -> tuple[str, ...]:
-    """Prepare a cache in few bits for this model; a warning if the model does not bear it."""
+def parts_in_format(parts: EngineParts, kv_format: str) -> Slices[EngineParts]:
+    """The same model with an empty cache in another format, for the same budget; its warnings are those of the format.
+
+    Raises `ConfigError` where the card has no such format, or the budget does not hold a block.
+    """
+    check_card_has(kv_format, parts.model.device)
+    spec = replace(parts.cache.spec, format=KV_FORMATS[kv_format])
+    budget = parts.max_blocks * parts.cache.spec.block_bytes
+    max_blocks = budget // spec.block_bytes
+    max_seq_len = fit_max_seq_len(None, parts.max_seq_len, max_blocks, spec)
+    # Small extents, because what one format has reserved is missing to the others.
+    cache = KVCache(spec, parts.model.device, min(EXTENT_BYTES // 4, budget // 8), max_blocks)
+    warnings = yield from calibration(parts.model, cache, parts.tokenizer, max_seq_len, parts.limits.mixed_batch_tokens)
+    return replace(
+        parts, cache=cache, kv_format=kv_format, max_seq_len=max_seq_len, max_blocks=max_blocks, warnings=warnings
+    )
+
+
+def calibration(
+    model: DecoderModel, cache: KVCache, tokenizer: ChatTokenizer, max_seq_len: int, chunk: int = REPLAY_CHUNK
+) -> Slices[tuple[str, ...]]:
+    """Prepare a cache in few bits for this model, `chunk` tokens at a time; a warning if the model does not bear it."""
     kv_format = cache.spec.kv_format
     if kv_format not in KL_LIMITS or not cache.spec.num_layers:
         return ()
     ids = tokenizer.encode(CALIBRATION_TEXT)[: min(CALIBRATION_TOKENS, max_seq_len)]
-    loss = calibrate(model, cache, ids)
+    loss = yield from calibration_slices(model, cache, ids, chunk)
     if loss.mean_kl <= KL_LIMITS[kv_format]:
         return ()
     return (

@@ -18,7 +18,8 @@ from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, 
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
-from engine.loader import EngineParts, load_parts, ram_limit
+from engine.lanes import Lanes
+from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.protocol import Failed, GenerateRequest, PrecisionQuery, ProbeQuery
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
@@ -26,6 +27,7 @@ from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 from engine.tokenizer import ChatTokenizer
 from engine.turn import QueueStream
+from kernels.kv_format import KV_FORMATS
 
 T = TypeVar("T")
 CALL_S = 60.0
@@ -45,7 +47,8 @@ class LocalEngine:
         self._state = "loading"
         self._failure: BaseException | None = None
         self._parts: EngineParts | None = None
-        self._loop: StepLoop | None = None
+        self._lanes: Lanes | None = None
+        self._opening = threading.Lock()
         self._closing = False
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
@@ -82,34 +85,42 @@ class LocalEngine:
         self._check_prompt(request, parts)
         self._claim(request.session_id)
         try:
+            lane = self._lane_for(request)
+            check_fits(len(request.prompt_ids), lane.parts.max_seq_len)
             self._bring_back(request.session_id, displacing=True)
-            self._bring_frozen(request.prompt_ids, displacing=True)
+            if lane is self._steps():
+                self._bring_frozen(request.prompt_ids, displacing=True)
         except BaseException:
             self._unclaim(request.session_id)
             raise
-        stream = QueueStream(request.request_id, lambda: self._post(lambda: self._steps().cancel(request.request_id)))
-        self._post(lambda: self._steps().start(request, stream, lambda: self._unclaim(request.session_id), submitted))
+        stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
+        self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
         self._bring_back(session_id, displacing=False)
         self._bring_frozen(prompt_ids, displacing=False)
-        return self._call(lambda: self._steps().cached_prefix(session_id, prompt_ids))
+        return self._call(lambda: self._steps(session_id).cached_prefix(session_id, prompt_ids))
 
     def release(self, session_id: str) -> None:
         if self._state == "ok":
-            self._call(lambda: self._steps().release(session_id))
+            self._call(lambda: self._all().forget(session_id))
         if self._snapshots is not None:
             self._snapshots.remove(session_id)
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         self._bring_back(session_id, displacing=False)
-        self._call(lambda: self._steps().fork(session_id, new_session_id, token_ids))
+
+        def command() -> None:
+            self._all().fork(session_id, new_session_id)
+            self._steps(session_id).fork(session_id, new_session_id, token_ids)
+
+        self._call(command)
 
     def snapshot(self, session_id: str) -> dict[str, Any]:
         snapshots = self._need_snapshots()
         self._need_parts()
-        return snapshots.write_now(session_id, self._steps(), self._call)
+        return snapshots.write_now(session_id, self._steps(session_id), self._call)
 
     def snapshot_info(self, session_id: str) -> dict[str, Any]:
         info = self._need_snapshots().info(session_id)
@@ -122,15 +133,15 @@ class LocalEngine:
 
     def restore(self, session_id: str) -> int:
         self._bring_back(session_id, displacing=True)
-        return self._call(lambda: self._steps().bring_back(session_id))
+        return self._call(lambda: self._steps(session_id).bring_back(session_id))
 
     def inspect(self, session_id: str) -> dict[str, Any]:
         self._bring_back(session_id, displacing=False)
-        report = self._call(lambda: probes.cache_report(self._steps(), self._need_parts(), session_id))
+        report = self._call(lambda: probes.cache_report(self._steps(session_id), session_id))
         return report if self._snapshots is None else probes.with_disk(report, self._snapshots, session_id)
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
-        return self._call(lambda: probes.probe(self._steps(), self._need_parts(), session_id, query))
+        return self._call(lambda: probes.probe(self._steps(session_id), session_id, query))
 
     def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
         parts = self._need_parts()
@@ -144,11 +155,11 @@ class LocalEngine:
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
-        return self._call(lambda: ledger.memory_report(self._steps(), self._need_parts(), on_disk))
+        return self._call(lambda: ledger.memory_report(self._all(), on_disk))
 
     def metrics(self) -> dict[str, Any]:
         on_disk = 0 if self._snapshots is None else sum(self._snapshots.store.sizes().values())
-        return {**self._call(lambda: self._steps().metrics_report()), "kv_disk_bytes": on_disk}
+        return {**self._call(lambda: self._all().metrics_report()), "kv_disk_bytes": on_disk}
 
     def use_template(self, name: str) -> None:
         """Render prompts by another chat template from now on; running replies end as they began.
@@ -158,7 +169,7 @@ class LocalEngine:
 
         def change() -> None:
             self._parts = self._need_parts().with_template(name)
-            self._steps().use_parts(self._parts)
+            self._all().use_tokenizer(self._parts.tokenizer)
 
         self._call(change)
         if self._snapshots is not None:
@@ -193,11 +204,18 @@ class LocalEngine:
 
     def capabilities(self) -> dict[str, Any]:
         limit = 0 if self._snapshots is None else self._snapshots.store.limit
-        return {**self._need_parts().capabilities(), "snapshots": limit > 0, "snapshot_limit": limit}
+        found = self._need_parts().capabilities()
+        others = [lane.parts for lane in self._all() if lane is not self._steps()]
+        return {
+            **found,
+            "warnings": [*found["warnings"], *(warning for parts in others for warning in parts.warnings)],
+            "snapshots": limit > 0,
+            "snapshot_limit": limit,
+        }
 
     def check_integrity(self) -> None:
         """Recount all owners of all blocks. Raises AssertionError naming what is wrong."""
-        self._call(lambda: self._steps().check_integrity())
+        self._call(self._all().check_integrity)
 
     def close(self) -> None:
         """End running turns (their streams get what was generated), write snapshots, end the threads. May be called
@@ -217,8 +235,8 @@ class LocalEngine:
         try:
             self._parts = self._load(self._config)
             submit = self._snapshots.submit if self._snapshots is not None else None
-            self._loop = StepLoop(self._parts, ram_limit(self._config, self._parts), submit)
-            self._frozen.look(self._loop.fingerprint)
+            self._lanes = Lanes(StepLoop(self._parts, ram_limit(self._config, self._parts), submit))
+            self._frozen.look(self._steps().fingerprint)
         except BaseException as error:
             self._failure = error
             self._state = "stopped"
@@ -230,8 +248,8 @@ class LocalEngine:
             # Also commands from the mailbox touch the cache's tensors, so the whole thread runs in this mode.
             with torch.inference_mode():
                 while not self._closing:
-                    self._drain_mailbox(wait=not self._loop.has_work)
-                    self._loop.step()
+                    self._drain_mailbox(wait=not self._lanes.has_work)
+                    self._lanes.step()
             self._stop("The engine was closed.")
         except BaseException as error:
             log.exception("the engine loop failed")
@@ -253,7 +271,7 @@ class LocalEngine:
         Turns end as cancelled when the engine was closed on purpose, else with an error."""
         self._state = "stopped"
         cancelled = self._closing
-        self._steps().end_all(None if cancelled else EngineStopped(sentence))
+        self._all().end_all(None if cancelled else EngineStopped(sentence))
         if cancelled:
             self._save_all()
         while not self._mailbox.empty():
@@ -262,29 +280,69 @@ class LocalEngine:
     def _save_all(self) -> None:
         """A write that finds earlier ones gone asks for all blocks, which only this thread can bring."""
         if self._snapshots is not None:
-            self._steps().keeper.save_all()
+            self._all().save_all()
             self._snapshots.writer.flush(LAST_WRITES_S)
             self._drain_mailbox(wait=False)
-            self._steps().keeper.save_all()
+            self._all().save_all()
+
+    # -- KV formats ---------------------------------------------------------------------------------------------------
+
+    def _lane_for(self, request: GenerateRequest) -> StepLoop:
+        """The lane that a request wants, made if need be; its session is in it from here on."""
+        lanes, kv_format = self._all(), request.params.kv_format or self._need_parts().kv_format
+        lane = lanes.find(kv_format) or self._open_lane(kv_format)
+        session_id = request.session_id
+        if session_id is not None and lanes.format_of(session_id) != kv_format:
+            moved = self._call(lambda: lanes.settle(session_id, kv_format))
+            if self._snapshots is not None:
+                # What was kept in the format before is of no use; what was kept in this one may have been refused.
+                (self._snapshots.remove if moved else self._snapshots.forgive)(session_id)
+        return lane
+
+    def _open_lane(self, kv_format: str) -> StepLoop:
+        lanes, parts = self._all(), self._need_parts()
+        if parts.states is not None:
+            raise InvalidRequest("A model with recurrent layers keeps all sessions' keys and values in one format.")
+        with self._opening:
+            if lanes.find(kv_format) is None:
+                made = self._run_job(parts_in_format(parts, kv_format))
+                self._call(lambda: lanes.add(made))
+        lane = lanes.find(kv_format)
+        assert lane is not None
+        return lane
+
+    def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
+        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet, the
+        engine's own where the session is `wanted` now, else None: its next turn will say."""
+        lanes = self._all()
+        stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
+        if stored is None or stored not in KV_FORMATS:
+            return lanes.of(session_id)
+        lane = lanes.find(stored)
+        if lane is not None:
+            self._call(lambda: lanes.settle(session_id, stored))
+        return lane or (lanes.first if wanted else None)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, session_id: str | None, displacing: bool) -> None:
         """Have a session that is only on disk in the pool before what is posted next."""
-        if self._snapshots is not None and self._loop is not None and session_id is not None and self._state == "ok":
-            self._snapshots.bring_back(session_id, displacing, self._loop, self._post)
+        if self._snapshots is not None and session_id is not None and self._state == "ok":
+            lane = self._lane_of_stored(self._snapshots, session_id, displacing)
+            if lane is not None:
+                self._snapshots.bring_back(session_id, displacing, lane, self._post)
 
     def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> None:
         """Have what is frozen of this prompt in the tree before what is posted next."""
-        if self._loop is not None and self._state == "ok":
-            self._frozen.bring_back(prompt_ids, displacing, self._loop, self._call, self._post)
+        if self._state == "ok":
+            self._frozen.bring_back(prompt_ids, displacing, self._steps(), self._call, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:
         """On the writer's thread."""
         writer = self._need_snapshots().writer
 
         def tell() -> None:
-            if not self._steps().keeper.not_saved(session_id, again):
+            if not self._steps(session_id).keeper.not_saved(session_id, again):
                 writer.give_up(session_id)
 
         self._mailbox.put(tell)
@@ -335,16 +393,18 @@ class LocalEngine:
             raise EngineStopped("The engine has stopped; restart KVScope.")
         return self._parts
 
-    def _steps(self) -> StepLoop:
-        assert self._loop is not None
-        return self._loop
+    def _all(self) -> Lanes:
+        assert self._lanes is not None
+        return self._lanes
+
+    def _steps(self, session_id: str | None = None) -> StepLoop:
+        """The lane of a session, or that of the engine's own format."""
+        return self._all().of(session_id)
 
     def _check_prompt(self, request: GenerateRequest, parts: EngineParts) -> None:
-        count, limit = len(request.prompt_ids), parts.max_seq_len
-        if not count:
+        if not request.prompt_ids:
             raise InvalidRequest("The prompt is empty.")
-        if count >= limit:
-            raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
+        check_fits(len(request.prompt_ids), parts.max_seq_len)
         check_ids(request.prompt_ids, parts)
         check_settings(request.beams, request.params)
 
@@ -359,6 +419,12 @@ class LocalEngine:
     def _unclaim(self, session_id: str | None) -> None:
         with self._busy_lock:
             self._busy.discard(session_id or "")
+
+
+def check_fits(count: int, limit: int) -> None:
+    """Raises `ContextOverflow` if a prompt of so many tokens leaves no room for a reply."""
+    if count >= limit:
+        raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
 
 
 def check_ids(token_ids: Sequence[int], parts: EngineParts) -> None:

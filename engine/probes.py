@@ -18,9 +18,9 @@ RATIO_TOKENS = 16
 PROBE_DIMS = 10
 
 
-def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[str, Any]:
+def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
     """The body of `GET /api/sessions/{id}/cache`; an unknown session simply has an empty cache."""
-    sequence = loop.scheduler.find(session_id) or Sequence(loop.prefix_cache, session_id)
+    sequence, parts = loop.scheduler.find(session_id) or Sequence(loop.prefix_cache, session_id), loop.parts
     spec = parts.cache.spec
     state = _state(parts, sequence)
     state_bytes = state["bytes"] if state else 0
@@ -112,7 +112,8 @@ def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> 
     if manifest is None or report["refused"] is not None:
         return report
     turns = [block.turn for block in manifest.blocks]
-    report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, report["kv_format"], turns)
+    kv_format = snapshots.kv_format(session_id) or report["kv_format"]
+    report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, kv_format, turns)
     report["away"] = {"tier": "disk", "tokens": manifest.cache_pos}
     return report
 
@@ -158,8 +159,9 @@ def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
     return found
 
 
-def probe(loop: StepLoop, parts: EngineParts, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
+def probe(loop: StepLoop, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
     """Cached K or V of one layer and KV head, dequantised as the kernel reads them; no rows past `cache_pos`."""
+    parts = loop.parts
     spec = parts.cache.spec
     _check_query(query, spec)
     dims = min(PROBE_DIMS, spec.head_dim) if query.dims is None else query.dims

@@ -47,6 +47,8 @@ class Scheduler:
 
     def __init__(self, cache: PrefixCache, limits: SchedulerLimits) -> None:
         self.on_displace: Callable[[Sequence], None] = lambda sequence: None
+        self.on_shortage: Callable[[], bool] = lambda: False
+        """Asked when no idle session is left to take blocks from; true if the pool may use more now."""
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -171,10 +173,12 @@ class Scheduler:
 
     def _reclaim(self, for_sequence: Sequence) -> bool:
         """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
-        if self._displace_one():
-            return True
+        return self.displace_one() or self.on_shortage() or self.displace_waiting(for_sequence)
+
+    def displace_waiting(self, but: Sequence | None = None) -> bool:
+        """Take the blocks of the last one waiting that has any."""
         for sequence in reversed(self.waiting):
-            if sequence.holds_cache and sequence is not for_sequence:
+            if sequence.holds_cache and sequence is not but:
                 sequence.release_blocks()
                 return True
         return False
@@ -182,10 +186,11 @@ class Scheduler:
     def make_room(self, count: int) -> bool:
         """See to it that `count` blocks are free, taking them from idle sessions if need be; False if they can't be."""
         held = sum(len(sequence.block_table) for sequence in (*self.running, *self.waiting))
-        if self._cache.pool.limit - 1 - held < count:
-            return False
+        while self._cache.pool.limit - 1 - held < count:
+            if not self.on_shortage():
+                return False
         while self._cache.pool.free_count + self._cache.evictable_count() < count:
-            if not self._displace_one():
+            if not (self.displace_one() or self.on_shortage()):
                 return False
         self._cache.evict(count - self._cache.pool.free_count)
         return True
@@ -196,11 +201,12 @@ class Scheduler:
         checkpoints = self._cache.checkpoints
         assert checkpoints is not None
         while not checkpoints.slots.free_count:
-            if not (checkpoints.evict(1) or self._displace_one()):
+            if not (checkpoints.evict(1) or self.displace_one()):
                 return False
         return True
 
-    def _displace_one(self) -> bool:
+    def displace_one(self) -> bool:
+        """Take the blocks of the longest idle session; false if none has any."""
         for sequence in self.idle.values():
             if sequence.holds_cache:
                 self.on_displace(sequence)

@@ -142,6 +142,11 @@ class Snapshots:
         except SnapshotRefused:
             return None
 
+    def kv_format(self, session_id: str) -> str | None:
+        """The name of the KV format that a session is kept in; None where nothing readable is."""
+        manifest = self.manifest(session_id)
+        return None if manifest is None else manifest.fingerprint.get("KV format", "").partition(",")[0]
+
     def info(self, session_id: str) -> dict[str, Any] | None:
         """What is on disk of a session: the body of `GET /api/sessions/{id}/snapshot`."""
         manifest = self.manifest(session_id)

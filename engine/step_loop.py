@@ -38,7 +38,16 @@ from engine.turn import ActiveTurn, QueueStream
 class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
-    def __init__(self, parts: EngineParts, ram_limit: int = 0, submit: Callable[[SaveJob], None] | None = None) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        ram_limit: int = 0,
+        submit: Callable[[SaveJob], None] | None = None,
+        beside: StepLoop | None = None,
+    ) -> None:
+        """`beside`: the loop of another KV format, whose RAM, disk and counters this one uses too."""
+        self.parts = parts
+        self.others_go_on: Callable[[], bool] = lambda: False
         pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
         slots = BlockPool(parts.state_slots) if parts.states is not None else None
         checkpoints = StateCheckpoints(slots) if slots is not None else None
@@ -50,10 +59,17 @@ class StepLoop:
         )
         tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
         self._restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
-        self.keeper = SessionKeeper(self.scheduler, self.runner, self._restorer, ram_limit, submit, self.fingerprint)
-        self.metrics = EngineMetrics()
+        self.keeper: SessionKeeper = SessionKeeper(
+            self.scheduler,
+            self.runner,
+            self._restorer,
+            ram_limit,
+            submit,
+            self.fingerprint,
+            beside.keeper if beside is not None else None,
+        )
+        self.metrics: EngineMetrics = beside.metrics if beside is not None else EngineMetrics()
         self.jobs = Jobs()
-        self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
         self._last_beams: dict[str, list[dict[str, Any]]] = {}
@@ -66,7 +82,7 @@ class StepLoop:
 
     def fingerprint(self) -> dict[str, str]:
         """Of what runs now. Safe from any thread."""
-        return fingerprint(self._parts)
+        return fingerprint(self.parts)
 
     # -- commands from the mailbox ----------------------------------------------------------------------------------
 
@@ -174,7 +190,7 @@ class StepLoop:
 
     def use_parts(self, parts: EngineParts) -> None:
         """For turns to come: the same model and cache with another tokenizer."""
-        self._parts = parts
+        self.parts = parts
 
     def metrics_report(self) -> dict[str, Any]:
         """Counters since start and gauges of now, for `GET /metrics`."""
@@ -233,6 +249,8 @@ class StepLoop:
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
+            if self.others_go_on():  # in another format; what they hold comes free when they end
+                return
             turn = self._turns[self.scheduler.waiting[0]]
             self._end(turn, turn.fail(KVScopeError("The KV cache is too small for this turn.", code="kv_cache_full")))
         elif self._unchecked:
@@ -241,6 +259,17 @@ class StepLoop:
             self._unchecked = False
         else:
             self.keeper.save_next(busy=False)
+
+    def give_back(self) -> bool:
+        """Free what no running turn needs of this pool, one idle session at a time; false if there was nothing left."""
+        freed = self.prefix_cache.evict(self.prefix_cache.evictable_count())
+        if not (freed or self.scheduler.displace_one() or self.scheduler.displace_waiting()):
+            return False
+        self.prefix_cache.evict(self.prefix_cache.evictable_count())
+        if not self._turns:
+            compact(self.prefix_cache, list(self.scheduler.sequences()))
+        self.runner.trim()
+        return True
 
     def _tidy(self) -> None:
         """Give back extents above the highest used block; where much is empty below, move blocks down first."""
@@ -305,7 +334,7 @@ class StepLoop:
     def _with_text(self, logprob: SampledLogprob | None) -> TokenLogprob | None:
         if logprob is None:
             return None
-        text = self._parts.tokenizer.token_text
+        text = self.parts.tokenizer.token_text
         top = tuple((token_id, text(token_id), value) for token_id, value in logprob.top)
         return TokenLogprob(logprob.token_id, text(logprob.token_id), logprob.logprob, top)
 
@@ -318,12 +347,12 @@ class StepLoop:
     def _make_turn(
         self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
     ) -> ActiveTurn:
-        params, tokenizer = request.params, self._parts.tokenizer
+        params, tokenizer = request.params, self.parts.tokenizer
         if request.beams.searches:
             params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
-        sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
+        sampling = SamplingState(params, request.prompt_ids, self.parts.vocab_size)
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
-        max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, request.params.max_tokens)
+        max_tokens = effective_max_tokens(len(request.prompt_ids), self.parts.max_seq_len, request.params.max_tokens)
         detokenizer = Detokenizer(tokenizer, request.params.stop)
         shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))

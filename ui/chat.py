@@ -274,13 +274,16 @@ class ChatService:
         )
         limit = effective_max_tokens(len(prompt_ids), self._planner.context_limit, plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
+        # Before the engine has it, which may take seconds where a cache has to be made or read first.
+        with self._lock:
+            self._turns[session.id] = turn
         try:
             stream = self.engine.generate(request)
         except KVScopeError as error:
             self.store.update_message(reply.id, status=FAILED, finish_reason="error", error=str(error))
+            self._turn_over(session.id)
+            turn.close(error)
             raise
-        with self._lock:
-            self._turns[session.id] = turn
         record(self.store, turn, stream, self._planner.model_name, lambda: self._turn_over(session.id))
         return turn
 

@@ -10,6 +10,7 @@ import gradio as gr
 from fastapi import FastAPI
 from starlette.routing import Mount
 
+from engine.config import KV_FORMATS
 from engine.sampling.params import SamplingParams
 from ui.api.errors import install_error_handlers
 from ui.chat import ChatService
@@ -117,13 +118,15 @@ SLIDERS = (
     ("frequency_penalty", "Frequency penalty", -2, 2, 0.05, "0 is off"),
 )
 
+KV_CHOICES = [("as the engine keeps it", ""), *((name, name) for name in KV_FORMATS[1:])]
+
 
 def _settings() -> None:
     """The controls, in the order of `view_models.SETTINGS` after the system prompt. Kept per chat by the page."""
     defaults = SamplingParams()
     with gr.Column(elem_id="kv-settings", min_width=0):
         hint = "What the model should know or be in this chat"
-        controls: list[gr.Textbox | gr.Slider] = [
+        controls: list[gr.Textbox | gr.Slider | gr.Dropdown] = [
             gr.Textbox(label="System prompt", lines=4, max_lines=14, placeholder=hint, elem_id="kv-system_prompt")
         ]
         for name, label, low, high, step, info in SLIDERS:
@@ -135,7 +138,15 @@ def _settings() -> None:
             gr.Textbox(
                 label="Stop strings", placeholder="one per line", lines=2, max_lines=6, elem_id="kv-stop_strings"
             ),
+            gr.Dropdown(
+                KV_CHOICES,
+                value="",
+                label="KV cache format",
+                info="Another one computes the chat anew",
+                elem_id="kv-kv_format",
+            ),
         ]
+        _drawn("frozen", "kv-frozen")
         _drawn("template", "kv-template")
         _drawn("settings", "kv-settings-state")
     for control in controls:

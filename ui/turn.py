@@ -52,17 +52,25 @@ class Turn:
         self._finished: Finished | None = None
         self._error: KVScopeError | None = None
         self._done = False
+        self._cancelled = False
         self._version = 0
         self._changed = threading.Condition()
         self._followers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def attach(self, stream: EventStream) -> None:
-        self._stream = stream
+        with self._changed:
+            self._stream = stream
+            cancelled = self._cancelled
+        if cancelled:
+            stream.cancel()
 
     def cancel(self) -> None:
-        """Ask the engine to end the reply; what was generated so far is kept."""
-        if self._stream is not None:
-            self._stream.cancel()
+        """Ask the engine to end the reply, as soon as it has it; what was generated so far is kept."""
+        with self._changed:
+            self._cancelled = True
+            stream = self._stream
+        if stream is not None:
+            stream.cancel()
 
     def add(self, event: Event) -> None:
         """Take one engine event. The last one does not yet make the turn done: it has to be stored first.

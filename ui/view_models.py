@@ -25,6 +25,7 @@ SETTINGS = (
     "max_tokens",
     "seed",
     "stop",
+    "kv_format",
 )
 """Sampling settings that the page offers, in the order of its controls."""
 COUNTS = ("cache_pos", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.config import KV_FORMATS
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
@@ -20,6 +21,7 @@ class SamplingParams:
     `max_tokens` is the most new tokens; None means up to the context limit. `seed` None draws a fresh seed per reply.
     `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off; penalties are neutral at 1.0 (repetition)
     and 0.0 (presence, frequency).
+    `kv_format` is how its session's keys and values are kept; None: as the engine keeps them.
     """
 
     temperature: float = 0.7
@@ -35,6 +37,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    kv_format: str | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, 100.0)
@@ -50,6 +53,9 @@ class SamplingParams:
             check_whole("seed", self.seed, 0, MAX_SEED)
         if self.top_logprobs is not None:
             check_whole("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.kv_format is not None and self.kv_format not in KV_FORMATS[1:]:
+            known = ", ".join(KV_FORMATS[1:])
+            raise InvalidRequest(f"kv_format must be one of {known}, not {_shown(self.kv_format)}.")
         _check_stop(self.stop)
         for token_id, bias in self.logit_bias.items():
             check_whole("logit_bias token id", token_id, 0, 2**31)

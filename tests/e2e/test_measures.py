@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.app_process import AppProcess, export_of
+from tests.support.app_process import AppProcess, export_of, wait_for
 from tests.support.chat_page import Visitor
 
 pytestmark = pytest.mark.e2e
@@ -52,3 +52,37 @@ def test_the_curve_of_lengths_and_the_comparison_are_drawn(
     precision = tab.panel.locator("section", has_text="Compare precision")
     expect(precision).to_contain_text("int4 with fp32", timeout=60_000)
     expect(precision).to_contain_text("The likeliest text")
+
+
+def test_a_system_prompt_is_frozen_and_thawed(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=4))
+    tab.page.get_by_role("tab", name="Settings").click()
+    button = tab.page.get_by_role("button", name="Freeze this system prompt")
+    expect(button).to_be_disabled()
+    text = f"You keep the lighthouse {uuid.uuid4()} and write down the weather each evening."
+    tab.page.get_by_label("System prompt").fill(text)
+    button.click()
+    expect(tab.page.locator("#kv-frozen")).to_contain_text("tokens are kept", timeout=30_000)
+    (entry,) = app.request("GET", "/api/frozen")["frozen"]
+    row = tab.page.locator(".frozen-list li", has_text=entry["name"])
+    expect(row).to_contain_text(f"{entry['tokens']} tokens")
+    row.get_by_role("button").click()
+    expect(row).to_have_count(0)
+    assert app.request("GET", "/api/frozen")["frozen"] == []
+
+
+def test_a_chat_is_kept_in_the_format_that_is_chosen_for_it(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=4)
+    tab = visitor.open(session)
+    tab.ask("Name a colour.")
+    own = app.request("GET", f"/api/sessions/{session}/cache")
+    tab.page.get_by_role("tab", name="Settings").click()
+    tab.page.get_by_label("KV cache format").click()
+    tab.page.get_by_role("option", name="int8").click()
+    wait_for(lambda: app.request("GET", f"/api/sessions/{session}")["params"].get("kv_format") == "int8", "the setting")
+    tab.page.get_by_role("tab", name="Cache").click()
+    tab.ask("Name another one.")
+    report = app.request("GET", f"/api/sessions/{session}/cache")
+    assert report["kv_format"] == "int8" != own["kv_format"]
+    assert report["bytes_per_token"] < own["bytes_per_token"] and all(report["invariants"].values())
+    expect(tab.panel).to_contain_text("the chat is kept in another KV format now")

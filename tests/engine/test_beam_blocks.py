@@ -76,7 +76,7 @@ def beam_turn(loop: StepLoop) -> BeamTurn | None:
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
 def test_memory_is_the_prompt_once_and_each_suffix(num_beams, eos, monkeypatch):
     loop, session = make_loop(200), str(uuid.uuid4())
-    monkeypatch.setattr(loop._parts.tokenizer, "eos_ids", frozenset(eos))
+    monkeypatch.setattr(loop.parts.tokenizer, "eos_ids", frozenset(eos))
     stream = begin(loop, PROMPT, num_beams, session, ignore_eos=False, max_tokens=40)
     pool, prefix = loop.prefix_cache.pool, len(PROMPT) // SIZE
     seen: list[int] = []
@@ -113,7 +113,7 @@ def test_memory_is_the_prompt_once_and_each_suffix(num_beams, eos, monkeypatch):
 
 def test_a_reply_that_better_ones_displace_gives_its_blocks_back(monkeypatch):
     loop = make_loop(200)
-    monkeypatch.setattr(loop._parts.tokenizer, "eos_ids", frozenset(range(0, 271, 20)))
+    monkeypatch.setattr(loop.parts.tokenizer, "eos_ids", frozenset(range(0, 271, 20)))
     stream = begin(loop, PROMPT, 2, str(uuid.uuid4()), penalty=4.0, ignore_eos=False, max_tokens=40)
     ended: set[tuple[int, ...]] = set()
 

@@ -132,7 +132,7 @@ def test_a_comparison_takes_one_bounded_slice_after_each_step(engine, monkeypatc
 
         return note
 
-    monkeypatch.setattr(engine._loop.runner, "execute", noting("step", engine._loop.runner.execute))
+    monkeypatch.setattr(engine._steps().runner, "execute", noting("step", engine._steps().runner.execute))
     monkeypatch.setattr(replay, "build_metadata", noting("piece", replay.build_metadata))
     stream = engine.generate(GenerateRequest(IDS[:10], replace(LONG, max_tokens=400)))
     next(iter(stream))

@@ -5,6 +5,7 @@ import { NEW, Refusal, Unreachable, act, live } from "./net.js";
 import { ChatLog } from "./chat.js";
 import { Composer } from "./composer.js";
 import { Frame } from "./frame.js";
+import { Frozen } from "./frozen.js";
 import { LivePanel } from "./panel.js";
 import { SessionList } from "./sessions.js";
 import { Settings } from "./settings.js";
@@ -38,10 +39,11 @@ class Page {
     this.panel = new LivePanel(this);
     this.settings = new Settings(this);
     this.template = new Template(this);
+    this.frozen = new Frozen(this);
   }
 
   start() {
-    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings, template: this.template };
+    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings, template: this.template, frozen: this.frozen };
     const fill = ([name, element]) => regions[name].fill(element, name);
     const early = window.kvscopeRegions || [];
     window.kvscopeRegions = { push: fill };
@@ -98,6 +100,7 @@ class Page {
       this.frame.draw();
       this.settings.draw();
       this.template.draw();
+      this.frozen.draw();
     }
     if (answer.sessions) this.list.draw(answer.sessions);
     this.chat.update(answer);

@@ -49,6 +49,18 @@ export function compare(session, kvFormat) {
   return request(path(session, "compare"), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ kv_format: kvFormat }) });
 }
 
+export function frozen() {
+  return request("api/frozen", {});
+}
+
+export function freeze(text) {
+  return request("api/frozen", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ text }) });
+}
+
+export function unfreeze(name) {
+  return request(`api/frozen/${encodeURIComponent(name)}`, { method: "DELETE" });
+}
+
 export function useTemplate(name) {
   return request("api/template", { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ name }) });
 }

@@ -7,7 +7,7 @@ const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
   delete: "a message was deleted", system_prompt: "the system prompt was changed", template: "the chat template renders an earlier turn differently",
   retokenised: "the same text was split into other tokens", context_full: "the oldest turns left the full context",
-  evicted: "another chat needed the memory", restart: "KVScope was restarted",
+  evicted: "another chat needed the memory", kv_format: "the chat is kept in another KV format now", restart: "KVScope was restarted",
   snapshot: "what was kept on disk could not be used", model: "another model is loaded",
 };
 const FINISH = { stop: "end of reply", length: "token limit", cancelled: "stopped by you", interrupted: "cut off", error: "error" };

@@ -5,7 +5,7 @@ import { act } from "./net.js";
 
 const SAVE_AFTER_MS = 400;
 const FILLED_AFTER_MS = 150;
-const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop"];
+const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop", "kv_format"];
 
 export class Settings {
   constructor(page) {
@@ -76,7 +76,7 @@ export class Settings {
     const text = (value) => (value === null || value === undefined ? "" : String(value));
     return [system_prompt, ...NAMES.map((name) => {
       if (name === "stop") return params.stop.join("\n");
-      return name === "max_tokens" || name === "seed" ? text(params[name]) : params[name];
+      return ["max_tokens", "seed", "kv_format"].includes(name) ? text(params[name]) : params[name];
     })];
   }
 
@@ -88,7 +88,8 @@ export class Settings {
     const params = {};
     for (const [index, name] of NAMES.entries()) {
       let value = values[index];
-      if (name === "stop") value = value.split("\n").filter((line) => line !== "");
+      if (name === "kv_format") value = value || null;
+      else if (name === "stop") value = value.split("\n").filter((line) => line !== "");
       else if (name === "max_tokens" || name === "seed") {
         const text = String(value).trim();
         if (text && !/^\d{1,18}$/.test(text)) {
@@ -105,9 +106,11 @@ export class Settings {
     this.shown = JSON.stringify(wanted);
     if (this.shown === JSON.stringify(this.stored())) {
       this.own = null;
+      this.page.frozen.draw();
       return;
     }
     this.own = wanted;
+    this.page.frozen.draw();
     if (this.page.session === null) {
       this.tell("Saved with the first message.");
       return;
