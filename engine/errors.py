@@ -42,6 +42,13 @@ class Conflict(KVScopeError):
     code = "session_busy"
 
 
+class Stopped(KVScopeError):
+    """Long work beside the replies was stopped by hand (409)."""
+
+    status = 409
+    code = "stopped"
+
+
 class ModelFileError(KVScopeError):
     """A model can't be found, fetched or read. Ends the start with exit code 2."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,33 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """A reply that repeats itself: from its token `start` on, `repeats` whole periods of `period` tokens so far.
+
+    `near`: not every period is the same, but most of each is; `start` is then where that was first noticed.
+    """
+
+    period: int
+    start: int
+    repeats: int
+    near: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeasure:
+    """One sampled token under the model itself, before penalties, bias, temperature and filters.
+
+    Natural log probability of the token; its rank (0: the likeliest); entropy of all tokens' probabilities in nats;
+    probability of the likeliest token.
+    """
+
+    logprob: float
+    rank: int
+    entropy: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One reply to produce. Without `session_id` the cache is read and shared, but belongs to no session.
 
@@ -82,7 +109,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TurnStats:
-    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields."""
+    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields.
+
+    `loop` is the last loop that was found in the reply so far.
+    """
 
     session_id: str | None
     cache_pos: int
@@ -96,6 +126,7 @@ class TurnStats:
     finish_reason: str | None
     seed: int
     miss: Miss | None
+    loop: Loop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +138,16 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens and the text that became final with them (may be empty while a character is incomplete)."""
+    """New tokens and the text that became final with them (may be empty while a character is incomplete).
+
+    `measures` has one entry per token where they are taken (sampling on the host), else none.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...]
     stats: TurnStats
+    measures: tuple[TokenMeasure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +259,21 @@ class ChatEngine(Protocol):
         """
         ...
 
+    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
+        """What the model thought of each token of a reply and where its K and V lie, as in `GET …/tokens`."""
+        ...
+
+    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
+        """The part of `token_table` that needs no replay: `{block, slot, origin}` of each token."""
+        ...
+
+    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Who made a reply loop, as in `POST /api/sessions/{id}/diagnose`; `audit` is what an audit of its cache found.
+
+        Raises `InvalidRequest`, `Stopped` if it was cancelled, and what `compare_precision` raises.
+        """
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -264,6 +314,39 @@ class PrecisionQuery:
     token_ids: tuple[int, ...]
     count: int = 64
     kv_format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenQuery:
+    """Tokens `start : start + count` of the reply `reply_ids` to the prompt `prompt_ids`."""
+
+    session_id: str
+    prompt_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]
+    start: int = 0
+    count: int = 64
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnoseQuery:
+    """A stored reply, and all that it was made with: `params` with its seed, the KV format (None: that of now).
+
+    `measures` are those taken while it was sampled, as far as there are any that belong to this prompt. `max_tokens`
+    bounds how many tokens each replay draws; `cancelled` is asked after each slice.
+    """
+
+    session_id: str
+    prompt_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]
+    params: SamplingParams
+    measures: tuple[TokenMeasure, ...] = ()
+    kv_format: str | None = None
+    max_tokens: int | None = None
+    cancelled: Callable[[], bool] = _never
 
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -7,6 +7,7 @@ import torch
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.held import HeldBlocks
 from engine.kv_cache.manifest import SnapshotRefused
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.sequence_state import SequenceState
 from engine.model_runner import ModelRunner
@@ -61,7 +62,7 @@ class Restorer:
         except BaseException:
             sequence.release_blocks()
             raise
-        sequence.advance(held.cache_pos - sequence.cache_pos)
+        sequence.advance(held.cache_pos - sequence.cache_pos, Origin.SNAPSHOT)
         if session_id is not None:
             self._scheduler.idle.pop(session_id, None)
         self._scheduler.finish(sequence)
@@ -84,6 +85,7 @@ class Restorer:
         sequence.block_turns = [node.turn_id for node in path]
         sequence.nodes = path
         sequence.cache_pos = len(path) * self._cache.block_size
+        sequence.origins = bytearray([Origin.SHARED]) * sequence.cache_pos
         if sequence.state is not None and sequence.state.resume(held.token_ids, held.cache_pos) < held.cache_pos:
             sequence.state.drop()
         return sequence

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence as SequenceOf
 
 from engine.kv_cache.block_pool import OutOfBlocks
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import Node, PrefixCache
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.sequence_state import SequenceState
@@ -38,6 +39,8 @@ class Sequence:
         self.block_turns: list[str | None] = []
         self.nodes: list[Node] = []
         self.cache_pos = 0
+        self.origins = bytearray()
+        """Of each cached position, an `Origin`."""
         self.evicted_from = 0
         self.status = Status.IDLE
         self.places = 1
@@ -94,6 +97,7 @@ class Sequence:
         kept = full + (1 if rest else 0)
         self._drop_blocks(kept)
         del self.nodes[full:]
+        del self.origins[count:]
         self.cache_pos = count
         if rest and self.block_table and self._cache.pool.ref_count(self.block_table[full]) > 1:
             self._own_last_block()
@@ -112,6 +116,7 @@ class Sequence:
         self.block_turns = [node.turn_id for node in path]
         self.nodes = path[: count // self._cache.block_size]
         self.cache_pos = count
+        self.origins = bytearray([Origin.SHARED]) * count
         if self.state is not None:
             self.state.hold(shared.checkpoint)
         if len(self.nodes) < len(path):
@@ -127,9 +132,10 @@ class Sequence:
         if self.state is not None:
             self.state.begin(self.token_ids, self.cache_pos, size)
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int, origin: Origin = Origin.PREFILL) -> None:
         """`count` more tokens are in the cache; blocks that became full join the tree."""
         self.cache_pos += count
+        self.origins += bytearray([origin]) * count
         size = self._cache.block_size
         if self.state is not None and self.cache_pos in self.state.wanted:
             self.state.save(self.token_ids[: self.cache_pos], self.session_id)
@@ -144,6 +150,7 @@ class Sequence:
                 self._cache.pool.release(block_id)
                 self.block_table[index] = node.block_id
                 self.block_turns[index] = node.turn_id
+                self.origins[index * size : (index + 1) * size] = bytearray([Origin.SHARED]) * size
             self.nodes.append(node)
 
     def fork(self, session_id: str | None, token_count: int) -> Sequence:
@@ -163,6 +170,7 @@ class Sequence:
         twin.nodes = self.nodes[: count // self._cache.block_size]
         twin.token_ids = self.token_ids[:count]
         twin.cache_pos = count
+        twin.origins = bytearray([Origin.SHARED]) * count
         if len(twin.nodes) < kept and self._cache.holds_kv:
             twin._own_last_block()
         return twin
@@ -191,6 +199,7 @@ class Sequence:
             self.state.drop()
         self.nodes = []
         self.cache_pos = 0
+        self.origins.clear()
 
     def discard(self, kept: int) -> None:
         """Give every block back for good: what this turn computed past the first `kept` tokens leaves the tree too, as

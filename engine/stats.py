@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.debugging.loops import LoopDetector
 from engine.protocol import Miss, TurnStats
 
 TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -28,6 +29,7 @@ class TurnMeter:
     computed_tokens: int = 0
     generated_tokens: int = 0
     miss: Miss | None = None
+    loops: LoopDetector = field(default_factory=LoopDetector)
 
     def admit(self, reused_tokens: int) -> None:
         """The first step of this turn is about to run; a preempted turn keeps its first numbers."""
@@ -62,6 +64,7 @@ class TurnMeter:
             finish_reason=finish_reason,
             seed=self.seed,
             miss=self.miss,
+            loop=self.loops.loop,
         )
 
 

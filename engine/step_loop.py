@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.beam_turn import BeamTurn, scoring_params
+from engine.debugging.loops import LoopDetector, word_test
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
@@ -18,13 +19,14 @@ from engine.kv_cache.checkpoints import StateCheckpoints
 from engine.kv_cache.compaction import compact, empty_slots, is_sparse
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
-from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob, TokenMeasure
 from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
 from engine.sampling.step import StepTokens
@@ -33,6 +35,9 @@ from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 from engine.turn import ActiveTurn, QueueStream
+
+Taken = tuple[Sequence, int, SampledLogprob | None, TokenMeasure | None]
+"""What was sampled for a sequence."""
 
 
 class StepLoop:
@@ -59,6 +64,7 @@ class StepLoop:
         self._last_beams: dict[str, list[dict[str, Any]]] = {}
         self._stopped: EngineStopped | None = None
         self._unchecked = False
+        self._is_word = word_test(parts.tokenizer.shown_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -253,8 +259,8 @@ class StepLoop:
 
     def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
-        drawn = iter(zip(tokens.token_ids, tokens.logprobs, strict=True))
-        taken: list[tuple[Sequence, int, SampledLogprob | None]] = []
+        drawn = iter(zip(tokens.token_ids, tokens.logprobs, tokens.measures, strict=True))
+        taken: list[Taken] = []
         for item, finite in zip(batch.items, tokens.finite, strict=True):
             turn = self._turns.get(item.sequence)
             token = next(drawn) if item.wants_logits else None
@@ -263,23 +269,24 @@ class StepLoop:
             if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
                 continue
-            item.sequence.advance(item.count)
+            replied = item.start >= len(turn.request.prompt_ids)
+            item.sequence.advance(item.count, Origin.DECODE if replied else Origin.PREFILL)
             if token is not None:
                 taken.append((item.sequence, *token))
             else:
                 turn.report_prefill()
         self._take(taken)
 
-    def _take(self, taken: SequenceOf[tuple[Sequence, int, SampledLogprob | None]]) -> None:
+    def _take(self, taken: SequenceOf[Taken]) -> None:
         """What was sampled goes into the replies; beams choose once all of a turn have been run."""
-        for sequence, token_id, logprob in taken:
+        for sequence, token_id, logprob, measure in taken:
             turn = self._turns.get(sequence)
             if isinstance(turn, BeamTurn):
                 assert logprob is not None
                 turn.take_top(sequence, logprob.top)
             elif turn is not None:
                 self._count_token(turn)
-                self._end_if(turn, turn.accept(token_id, self._with_text(logprob)))
+                self._end_if(turn, turn.accept(token_id, self._with_text(logprob), measure))
         for turn in self._active():
             if isinstance(turn, BeamTurn) and turn.all_run:
                 self._count_token(turn)
@@ -323,6 +330,7 @@ class StepLoop:
             params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self._parts.vocab_size)
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
+        meter.loops = LoopDetector(self._is_word)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self._parts.max_seq_len, request.params.max_tokens)
         detokenizer = Detokenizer(tokenizer, request.params.stop)
         shared = self.prefix_cache.shared(request.prompt_ids).count

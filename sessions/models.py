@@ -81,6 +81,10 @@ class TurnRecord:
     created_at: str
 
 
+Measure = tuple[float, int, float, float]
+"""Of one token of a reply: its log probability, its rank, the entropy, the likeliest token's probability."""
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """The path from the first message to the head. `siblings[id]` are all versions of that message, oldest first."""

@@ -22,6 +22,7 @@ from sessions.models import (
     INTERRUPTED,
     PARTIAL,
     Branch,
+    Measure,
     Message,
     Session,
     SessionSummary,
@@ -286,6 +287,22 @@ class SessionStore:
         """Prompt and reply tokens of the newest turns of all sessions; turns without sound numbers are left out."""
         with self._database.read() as db:
             return rows.turn_lengths(db, limit)
+
+    # What was measured of a reply's tokens
+
+    def save_measures(self, message_id: str, measures: Sequence[Measure]) -> None:
+        """Keep what was measured of a reply's first tokens, in place of what was there; it goes with the message."""
+        packed = rows.pack_measures(measures[: checks.MAX_TOKENS])
+        with self._database.write() as db:
+            tree.find_message(db, message_id)
+            db.execute("INSERT OR REPLACE INTO token_measures VALUES (?, ?)", [message_id, packed])
+
+    def measures(self, message_id: str) -> tuple[Measure, ...]:
+        """What is kept of a reply's first tokens; empty if nothing is."""
+        with self._database.read() as db:
+            tree.find_message(db, message_id)
+            found = db.execute("SELECT data FROM token_measures WHERE message_id = ?", [message_id]).fetchone()
+            return () if found is None else rows.unpack_measures(found[0])
 
     # Export and import
 

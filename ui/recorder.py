@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 
 from engine.errors import KVScopeError, StorageFailed
@@ -100,6 +100,9 @@ def _store_finished(store: SessionStore, turn: Turn, event: Finished, model: str
         finish_reason=event.stats.finish_reason,
     )
     store.add_turn(turn.session_id, turn.message_id, model, asdict(event.stats))
+    measures = turn.measures(event.token_ids)
+    if measures:
+        store.save_measures(turn.message_id, [astuple(measure) for measure in measures])
 
 
 def _store_failed(store: SessionStore, turn: Turn, event: Failed) -> None:
