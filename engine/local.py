@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -14,12 +14,13 @@ import torch
 
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
+from engine.debugging import diagnosis, tokens
 from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
 from engine.loader import EngineParts, load_parts, ram_limit
-from engine.protocol import Failed, GenerateRequest, PrecisionQuery, ProbeQuery
+from engine.protocol import DiagnoseQuery, Failed, GenerateRequest, PrecisionQuery, ProbeQuery, TokenQuery
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
 from engine.snapshots import Snapshots
@@ -140,6 +141,23 @@ class LocalEngine:
             )
         check_ids(query.token_ids, parts)
         return self._run_job(precision.compare_precision(parts, query))
+
+    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
+        parts = self._need_parts()
+        tokens.check_query(query)
+        self._check_history(query, parts)
+        rows = self._run_job(tokens.token_rows(parts, query))
+        return [{**row, **place} for row, place in zip(rows, self.token_places(query), strict=True)]
+
+    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
+        tokens.check_query(query)
+        return self._call(lambda: tokens.places(self._steps(), query))
+
+    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        parts = self._need_parts()
+        diagnosis.check_query(query)
+        self._check_history(query, parts)
+        return self._run_job(diagnosis.cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled))
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
@@ -331,6 +349,12 @@ class LocalEngine:
             raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
         check_ids(request.prompt_ids, parts)
         check_settings(request.beams, request.params)
+
+    def _check_history(self, query: TokenQuery | DiagnoseQuery, parts: EngineParts) -> None:
+        ids = (*query.prompt_ids, *query.reply_ids)
+        if len(ids) > parts.max_seq_len:
+            raise ContextOverflow(f"The reply ends at token {len(ids)}, but the context holds {parts.max_seq_len}.")
+        check_ids(ids, parts)
 
     def _claim(self, session_id: str | None) -> None:
         if session_id is None:

@@ -86,6 +86,14 @@ Measure = tuple[float, int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMeasures:
+    """Of a reply's first tokens, measured while they were sampled from a cache in `kv_format`."""
+
+    kv_format: str
+    measures: tuple[Measure, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """The path from the first message to the head. `siblings[id]` are all versions of that message, oldest first."""
 

@@ -222,6 +222,15 @@ class ChatService:
         history = self._planner.history(session, self.store.branch(session_id).messages)
         return self.engine.compare_precision(PrecisionQuery(history, count, kv_format))
 
+    def prompt_of(self, reply: Message) -> tuple[int, ...]:
+        """Ids of the prompt that a stored reply answered, as it is rendered now.
+
+        Raises `ContextOverflow` and `NotFound` where it can't be any more.
+        """
+        session = self._session(reply.session_id)
+        path = self._path_to(reply.session_id, reply.parent_id)
+        return self._planner.plan(session, path, parse_params(_max_tokens(reply.params)), None).fitted.prompt.token_ids
+
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""
         with self._lock:
@@ -281,7 +290,7 @@ class ChatService:
             raise
         with self._lock:
             self._turns[session.id] = turn
-        record(self.store, turn, stream, self._planner.model_name, lambda: self._turn_over(session.id))
+        record(self.store, turn, stream, self._planner.made_by, lambda: self._turn_over(session.id))
         return turn
 
     def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: PromptPlan) -> str | None:
@@ -349,6 +358,12 @@ def _cached_then(last_turn: TurnRecord | None) -> int:
     """Tokens in the cache after the last turn; an imported chat may carry any numbers, or none."""
     count = last_turn.stats.get("cache_pos") if last_turn is not None else None
     return count if isinstance(count, int) and count > 0 else 0
+
+
+def _max_tokens(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The one setting that a prompt's length depends on: how much room the reply was given."""
+    value = params.get("max_tokens")
+    return {"max_tokens": value} if type(value) is int and value > 0 else {}
 
 
 def _check_content(content: str) -> None:

@@ -6,8 +6,8 @@ from enum import IntEnum
 
 
 class Origin(IntEnum):
-    """`PREFILL`, `DECODE`: computed for this sequence, with the prompt or one by one as the reply grew. `SNAPSHOT`: kept
-    on disk or in RAM meanwhile. `SHARED`: in blocks of the tree, taken over from another session or an earlier turn."""
+    """`PREFILL`, `DECODE`: computed for this sequence, with the prompt or one by one as the reply grew. `SNAPSHOT`:
+    kept on disk or in RAM meanwhile. `SHARED`: in blocks of the tree, from another session or an earlier turn."""
 
     PREFILL = 0
     DECODE = 1

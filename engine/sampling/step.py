@@ -33,8 +33,8 @@ class StepOutput:
 
 
 class StepTokens:
-    """`finite`: a flag per sequence of the batch. `token_ids`, `logprobs`, `measures`: an entry per row of logits, which
-    means nothing where the sequence is not finite; measures are None where logits are not on the host."""
+    """`finite`: a flag per sequence of the batch. `token_ids`, `logprobs`, `measures`: an entry per row of logits,
+    which means nothing where the sequence is not finite; measures are None where logits are not on the host."""
 
     def __init__(self, finite: list[bool], rows: int) -> None:
         self.finite = finite
