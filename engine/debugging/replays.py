@@ -51,7 +51,8 @@ def kept_as(parts: EngineParts, kv_format: str) -> Slices[KeptAs]:
 def check_room(parts: EngineParts, tokens: int, caches: int = 1) -> None:
     """Raises `InvalidRequest` if `caches` float32 caches of so many tokens don't fit into what the budget has left."""
     spec = replace(parts.cache.spec, format=KV_FORMATS["fp32"])
-    check_scratch(parts, caches * (-(-tokens // spec.block_size) + 1) * spec.block_bytes + 4 * ROWS * parts.vocab_size)
+    if spec.num_layers:
+        check_scratch(parts, caches * (-(-tokens // spec.block_size) + 1) * spec.block_bytes)
 
 
 def follow(
