@@ -218,13 +218,13 @@ def _precision(case: _Case, found: Findings) -> Slices[tuple[Findings, str | Non
     exact = yield from kept_as(parts, "fp32")
     kl = yield from _kl(case, exact)
     looped, _ = yield from _draws(case, "fp32", exact, query.params, {})
-    case.evidence[-1]["mean_kl"] = round(kl, 5)
     found = replace(found, exact=looped, kl=kl)
     if query.params.temperature > 0 and judge(found) == "precision":
         # One draw proves little where there is chance in it.
         again, _ = yield from _draws(case, "fresh", case.kept, query.params, {}, RUNS)
         looped, _ = yield from _draws(case, "fp32", exact, query.params, {}, RUNS)
         found = replace(found, fresh=again, exact=looped)
+    case.evidence[-1]["mean_kl"] = round(kl, 5)
     if judge(found) != "precision":
         return found, None
     half = yield from kept_as(parts, "fp16")
@@ -279,7 +279,8 @@ def _draws(
 ) -> Slices[tuple[tuple[int, int], list[Redrawn]]]:
     """Draw the reply's tokens anew, with its own random numbers and then with others; stops once most runs agree.
 
-    `(runs that looped, runs)` and what was drawn; the first one goes into the evidence.
+    `(runs that looped, runs)` and what was drawn; the first one goes into the evidence, in place of earlier draws of
+    this name.
     """
     query, runs = case.query, runs if params.temperature > 0 else 1
     drawn: list[Redrawn] = []
@@ -292,6 +293,7 @@ def _draws(
         looped += one.loop is not None
         if 2 * max(looped, len(drawn) - looped) > runs:
             break
+    case.evidence[:] = [item for item in case.evidence if item["run"] != name]
     case.evidence.append(_evidence(case, name, drawn, looped, changed))
     return (looped, len(drawn)), drawn
 
