@@ -8,11 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from engine.debugging.loops import MAX_PERIOD, REPEATS, LoopDetector, find_loop, word_test
-from engine.debugging.replays import ROWS, KeptAs, Redrawn, check_room, follow, kept_as, redraw
+from engine.debugging.replays import (
+    ROWS,
+    KeptAs,
+    Redrawn,
+    check_room,
+    distance_from_draw,
+    follow,
+    kept_as,
+    redraw,
+)
 from engine.debugging.verdict import (
     Findings,
     advice,
@@ -30,6 +38,7 @@ from engine.loader import EngineParts
 from engine.protocol import DiagnoseQuery, Loop, TokenMeasure
 from engine.sampling.measure import measure
 from engine.sampling.params import MAX_SEED, SamplingParams, check_whole
+from engine.sampling.sampler import SamplingState
 from engine.sequence import common_prefix_len
 from kernels.kv_format import FP32, KV_FORMATS
 
@@ -42,7 +51,7 @@ LEAST_DRAWN = REPEATS * MAX_PERIOD
 NOISE_ROWS = 11
 """The noise is measured by a prefill in steps of another size than `ROWS`."""
 ROUNDING = 0.05
-"""Another token than the reply's is no more than rounding where both are so nearly as likely as each other."""
+"""Another token than the reply's is no more than rounding where so little probability made the difference."""
 
 
 def audited(audit: Callable[[str], Mapping[str, Any]] | None, session_id: str) -> Mapping[str, Any] | None:
@@ -191,20 +200,22 @@ def _measures(case: _Case, reply: Sequence[int], rows: int) -> Slices[list[Token
 
 
 def _is_rounding(case: _Case, drawn: Redrawn) -> Slices[bool]:
-    """Whether the fresh draw left the reply where its token and the reply's were all but equally likely."""
-    reply = case.query.reply_ids
+    """Whether the fresh draw left the reply where little more in a logit would have drawn the reply's token."""
+    query, reply = case.query, case.query.reply_ids
     at = case.begin + common_prefix_len(drawn.token_ids, reply[case.begin :])
     if at >= len(reply) or at - case.begin >= len(drawn.token_ids):
         return True
-    probabilities: list[Tensor] = []
+    state = SamplingState(query.params, query.prompt_ids, case.parts.vocab_size)
+    for token_id in reply[:at]:
+        state.accept(token_id)
+    distances: list[float] = []
 
     def take(index: int, logits: Tensor) -> None:
         if index == at:
-            probabilities.append(torch.softmax(logits.double(), dim=-1))
+            distances.append(distance_from_draw(logits, state, reply[at]))
 
-    yield from follow(case.parts, case.kept, case.query.prompt_ids, reply[: at + 1], take)
-    other = drawn.token_ids[at - case.begin]
-    return abs(float(probabilities[0][other] - probabilities[0][reply[at]])) < ROUNDING
+    yield from follow(case.parts, case.kept, query.prompt_ids, reply[: at + 1], take)
+    return distances[0] < ROUNDING
 
 
 # -- precision and sampler --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from engine.precision import balance_of, check_scratch
 from engine.protocol import Loop
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import Sampler, SamplingState
+from engine.sampling.sampler import Sampler, SamplingState, candidates
 from kernels.kv_format import KV_FORMATS
 
 ROWS = 16
@@ -105,6 +105,26 @@ def redraw(
             return Redrawn(tuple(drawn), loop, False)
         yield
         logits = yield from replay.slices((token_id,), 1, 1)
+
+
+def distance_from_draw(logits: Tensor, state: SamplingState, token_id: int) -> float:
+    """How much probability lies between the next draw and `token_id`, from logits float32 [V]; 0 if it is drawn.
+
+    Greedy: how much likelier the likeliest token is. Else the distance of the random number from the token's share of
+    what can be drawn; 1 where it can't be.
+    """
+    row = state.adjust(logits)
+    if state.params.temperature == 0:
+        probabilities = torch.softmax(row.double(), dim=-1)
+        return float(probabilities.max() - probabilities[token_id])
+    ids, kept = candidates(row, state.params)
+    places = torch.nonzero(ids == token_id)
+    if not len(places):
+        return 1.0
+    shares = torch.softmax(kept.double(), dim=-1)
+    place = int(places[0])
+    low, high = float(shares[:place].sum()), float(shares[: place + 1].sum())
+    return max(low - state.next_uniform(), state.next_uniform() - high, 0.0)
 
 
 def _finite(logits: Tensor) -> Tensor:

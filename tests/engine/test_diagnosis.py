@@ -13,9 +13,11 @@ import torch
 
 from engine.debugging.diagnosis import audited
 from engine.debugging.loops import find_loop
+from engine.debugging.replays import distance_from_draw
 from engine.errors import InvalidRequest, Stopped
 from engine.protocol import DiagnoseQuery, Finished, GenerateRequest, TokenDelta, TokenMeasure
 from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import SamplingState, uniform
 from tests.support.engines import RecordingEngine, loaded_model, run, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
@@ -210,3 +212,18 @@ def test_measures_are_those_of_the_models_own_distribution(engine):
         assert found.top1 == pytest.approx(float(logprobs.exp().max()), abs=1e-3)
         assert found.rank == int((logprobs > logprobs[token_id]).sum())
     assert isinstance(query.measures[0], TokenMeasure)
+
+
+def test_how_far_a_draw_was_from_another_token():
+    """Tokens 0 to 3 have shares .1, .2, .3, .4; the random number says which of them is drawn."""
+    logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    state = SamplingState(SamplingParams(temperature=1.0, top_p=1.0, seed=1), (), 4)
+    drawn = uniform(1, 0)
+    edges = [0.0, 0.1, 0.3, 0.6, 1.0]
+    for token_id in range(4):
+        wanted = max(edges[token_id] - drawn, drawn - edges[token_id + 1], 0.0)
+        assert distance_from_draw(logits, state, token_id) == pytest.approx(wanted, abs=1e-6)
+    greedy = SamplingState(SamplingParams(temperature=0), (), 4)
+    assert [distance_from_draw(logits, greedy, i) for i in range(4)] == pytest.approx([0.3, 0.2, 0.1, 0.0], abs=1e-6)
+    few = SamplingState(SamplingParams(temperature=1.0, top_p=1.0, top_k=2, seed=1), (), 4)
+    assert distance_from_draw(logits, few, 0) == 1.0
