@@ -42,6 +42,13 @@ class Conflict(KVScopeError):
     code = "session_busy"
 
 
+class Forbidden(KVScopeError):
+    """What was asked for is switched off (403)."""
+
+    status = 403
+    code = "forbidden"
+
+
 class ModelFileError(KVScopeError):
     """A model can't be found, fetched or read. Ends the start with exit code 2."""
 

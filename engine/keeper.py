@@ -91,7 +91,7 @@ class SessionKeeper:
         sequence = self._scheduler.idle.get(session_id)
         if self._unsaved.pop(session_id, None) is None or self._submit is None:
             return
-        if sequence is None or not sequence.cache_pos:
+        if sequence is None or not sequence.cache_pos or sequence.private_from is not None:
             return
         keys, old = self._keys(sequence)
         fresh = [index for index, key in enumerate(keys) if key not in old]
@@ -162,6 +162,9 @@ class SessionKeeper:
             return
         self.save(session_id)
         gone = [session_id]
+        if sequence.private_from is not None:
+            self.present.discard(session_id)
+            return
         count = self._block_count(sequence)
         state_bytes = self._runner.states.spec.nbytes if self._runner.states is not None else 0
         if count * self._runner.cache.spec.block_bytes + state_bytes <= self.ram.limit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from engine.debugging.records import block_contents
 from engine.errors import InvalidRequest
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
@@ -48,6 +49,7 @@ def cache_report(loop: StepLoop, parts: EngineParts, session_id: str) -> dict[st
         "state": state,
         "kv_ratio": kv_ratio(loop, parts, sequence),
         "invariants": invariants(loop, sequence),
+        "audit": loop.records.last_audit(session_id),
     }
 
 
@@ -85,9 +87,10 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
     pool = loop.prefix_cache.pool
     tier = "gpu" if parts.model.device.type == "cuda" else "ram"
     blocks = []
+    contents = block_contents(sequence)
     for index, block_id in enumerate(sequence.block_table):
         start = index * size
-        in_tree = index < len(sequence.nodes)
+        in_tree = index < sequence.tree_blocks
         blocks.append(
             {
                 "id": block_id,
@@ -98,7 +101,7 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
                 "tier": tier,
                 "format": parts.kv_format,
                 "written_by_turn": sequence.block_turns[index],
-                "last_audit": None,
+                "last_audit": loop.records.block_audit(sequence.session_id or "", index, contents[index]),
             }
         )
     return blocks

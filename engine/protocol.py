@@ -224,6 +224,25 @@ class ChatEngine(Protocol):
         """
         ...
 
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        """Recompute a session's cache and compare, as in `POST /api/sessions/{id}/audit`; replies go on meanwhile.
+
+        `positions`: how many to look at, or which (None: all). Raises `Conflict` while the session is answering, and
+        `InvalidRequest`.
+        """
+        ...
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        """Audit if need be, cut the cache before the first wrong position and compute the rest again:
+        `{cut_tokens, recomputed_tokens, first_position, cache_pos, sentence}`; the two differ by what other sessions'
+        blocks hold. Raises as `audit`."""
+        ...
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        """Damage a session's own copy of its cache. Raises `Forbidden` unless that was allowed at the start,
+        `InvalidRequest` and `Conflict`."""
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -264,6 +283,21 @@ class PrecisionQuery:
     token_ids: tuple[int, ...]
     count: int = 64
     kv_format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRequest:
+    """Damage to do to a session's cached K and V at `start : start + count`; `layer` None: in all layers.
+
+    `kind` is one of `engine.debugging.faults.KINDS`; `amount` is the shift or rotation in positions, or a factor.
+    """
+
+    session_id: str
+    kind: str
+    layer: int | None = 0
+    start: int = 0
+    count: int = 1
+    amount: float | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

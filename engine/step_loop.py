@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.beam_turn import BeamTurn, scoring_params
+from engine.debugging.records import Records
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
@@ -53,6 +54,7 @@ class StepLoop:
         self.keeper = SessionKeeper(self.scheduler, self.runner, self._restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self.jobs = Jobs()
+        self.records = Records()
         self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
@@ -124,6 +126,7 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
+        self.records.forget(session_id)
         self._unchecked = True
         self._last_beams.pop(session_id, None)
 
@@ -137,6 +140,10 @@ class StepLoop:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
         self.keeper.adopt(session_id, held, displacing)
+        sequence = self.scheduler.find(session_id)
+        if sequence is not None and self._restorer.compared:
+            self.records.spot_audited(sequence, self._restorer.compared, self._restorer.tolerance)
+            self._restorer.compared = []
 
     def adopt_prefix(self, held: HeldBlocks, displacing: bool) -> None:
         """Put blocks that belong to no session into the tree. Raises `SnapshotRefused` and `NoRoom`."""
@@ -168,7 +175,8 @@ class StepLoop:
         source = self.scheduler.find(session_id)
         if source is None or self.scheduler.find(new_session_id) is not None:
             return
-        count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
+        usable = source.cache_pos if source.private_from is None else source.private_from
+        count = common_prefix_len(source.token_ids[:usable], token_ids)
         self.scheduler.finish(source.fork(new_session_id, count))
         self.keeper.turn_ended(new_session_id)
 
@@ -328,6 +336,8 @@ class StepLoop:
         shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
+        if request.session_id is not None:
+            self.records.replaced(request.session_id, cached, request.prompt_ids)
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
