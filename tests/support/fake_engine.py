@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError, NotFound
+from engine.errors import Conflict, ContextOverflow, EngineStopped, Forbidden, InvalidRequest, KVScopeError, NotFound
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
     Event,
     Failed,
+    FaultRequest,
     Finished,
     GenerateRequest,
     PrecisionQuery,
@@ -44,6 +45,8 @@ class FakeEngine:
         self.tokenizer = chat_tokenizer()
         self.delay_s, self.context, self.name = delay_s, context, name
         self.state = "ok"
+        self.fault_injection = False
+        self.faults: list[FaultRequest] = []
         self.fail_with: KVScopeError | None = None
         self.caches: dict[str | None, list[int]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
@@ -146,6 +149,25 @@ class FakeEngine:
         if not query.token_ids:
             raise InvalidRequest("There is nothing in this session to compare yet.")
         return {"kv_format": query.kv_format or "fp16", "tokens": query.count, "of": len(query.token_ids)}
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        self._check()
+        return {
+            "verdict": "clean",
+            "faults": [],
+            "checked_tokens": len(self.caches.get(session_id, [])),
+            "of": positions,
+        }
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        return {"cut_tokens": 0, "recomputed_tokens": 0, "first_position": None, "sentence": "Nothing to repair."}
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        if not self.fault_injection:
+            raise Forbidden("The cache may not be damaged on purpose.")
+        self.faults.append(request)
+        return {"session_id": request.session_id, "kind": request.kind}
 
     def memory(self) -> dict[str, Any]:
         self._check()
