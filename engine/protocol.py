@@ -82,7 +82,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TurnStats:
-    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields."""
+    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields.
+
+    `violation`: the first invariant of the cache that did not hold during the turn, as a sentence.
+    """
 
     session_id: str | None
     cache_pos: int
@@ -96,6 +99,7 @@ class TurnStats:
     finish_reason: str | None
     seed: int
     miss: Miss | None
+    violation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

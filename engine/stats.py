@@ -28,6 +28,7 @@ class TurnMeter:
     computed_tokens: int = 0
     generated_tokens: int = 0
     miss: Miss | None = None
+    violation: str | None = None
 
     def admit(self, reused_tokens: int) -> None:
         """The first step of this turn is about to run; a preempted turn keeps its first numbers."""
@@ -62,6 +63,7 @@ class TurnMeter:
             finish_reason=finish_reason,
             seed=self.seed,
             miss=self.miss,
+            violation=self.violation,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.beam_turn import BeamTurn, scoring_params
+from engine.debugging.invariants import InvariantLights, Violation
 from engine.debugging.records import Records
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
@@ -55,6 +56,7 @@ class StepLoop:
         self.metrics = EngineMetrics()
         self.jobs = Jobs()
         self.records = Records()
+        self.lights = InvariantLights(self.prefix_cache)
         self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
@@ -127,6 +129,7 @@ class StepLoop:
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
         self.records.forget(session_id)
+        self.lights.forget(session_id)
         self._unchecked = True
         self._last_beams.pop(session_id, None)
 
@@ -226,6 +229,7 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
+        self._tell(self.lights.before(batch))
         sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
         states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
@@ -277,6 +281,14 @@ class StepLoop:
             else:
                 turn.report_prefill()
         self._take(taken)
+        self._tell(self.lights.after(batch, tokens.finite))
+
+    def _tell(self, broken: SequenceOf[tuple[Sequence, Violation]]) -> None:
+        """The first invariant that does not hold goes into the turn's numbers."""
+        for sequence, violation in broken:
+            turn = self._turns.get(sequence)
+            if turn is not None and turn.meter.violation is None:
+                turn.meter.violation = violation.sentence
 
     def _take(self, taken: SequenceOf[tuple[Sequence, int, SampledLogprob | None]]) -> None:
         """What was sampled goes into the replies; beams choose once all of a turn have been run."""
@@ -341,6 +353,7 @@ class StepLoop:
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
+        self.lights.begin(sequence)
         self._last_beams.pop(request.session_id or "", None)
         if request.beams.searches:
             return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)

@@ -80,7 +80,9 @@ def _live_state(parts: EngineParts, sequence: Sequence) -> State | None:
 def _live_logits(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Tensor | None:
     """On a fork, so that the session keeps its blocks and its state as they are; nobody loses a block for it."""
     checkpoints = loop.prefix_cache.checkpoints
-    if loop.prefix_cache.pool.free_count < 2 or (checkpoints is not None and not checkpoints.slots.free_count):
+    if (loop.prefix_cache.holds_kv and loop.prefix_cache.pool.free_count < 2) or (
+        checkpoints is not None and not checkpoints.slots.free_count
+    ):
         return None
     twin = sequence.fork(None, sequence.cache_pos)
     try:
