@@ -40,13 +40,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token."""
+    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token.
+
+    `detail` is a sentence where more than the cause is known. The texts are those of a few tokens before the position,
+    and behind it on both sides. `ms_lost`: what evaluating so many tokens takes at this turn's own speed.
+    """
 
     position: int
     cause: str
     cached_token: int | None
     wanted_token: int | None
     tokens_lost: int
+    detail: str | None = None
+    text_before: str = ""
+    text_cached: str = ""
+    text_wanted: str = ""
+    ms_lost: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

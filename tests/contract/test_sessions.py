@@ -86,6 +86,7 @@ ROUTES = [
     ("GET", ""), ("PATCH", ""), ("DELETE", ""), ("POST", "/messages"), ("PUT", f"/messages/{UNKNOWN}"),
     ("POST", "/regenerate"), ("POST", "/undo"), ("POST", "/stop"), ("POST", "/fork"), ("GET", "/export"),
     ("GET", "/export?format=md"), ("GET", "/cache"), ("GET", "/cache/probe"), ("POST", "/audit"), ("POST", "/repair"),
+    ("GET", "/misses"),
 ]  # fmt: skip
 
 

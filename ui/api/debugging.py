@@ -1,4 +1,4 @@
-"""Routes that look for faults of the cache, repair them, and, where that was allowed, make them."""
+"""Routes that look for faults of the cache, repair them, tell what acts cost, and, where allowed, make faults."""
 
 from __future__ import annotations
 
@@ -26,6 +26,23 @@ def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
     async def repair(session_id: str) -> Response:
         session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.repair, session_id))
+
+    @api.get("/api/sessions/{session_id}/misses")
+    async def misses(session_id: str) -> Response:
+        session_id = checked_uuid(session_id)
+        return Json({"session_id": session_id, "misses": await asyncio.to_thread(chat.misses, session_id)})
+
+    @api.post("/api/sessions/{session_id}/price")
+    async def price(session_id: str, request: Request) -> Response:
+        session_id = checked_uuid(session_id)
+        body = await read_object(request)
+        message_id = body.get("message_id")
+        given = (
+            required_text(body, "action"),
+            None if message_id is None else checked_uuid(message_id, "message"),
+            optional(body, "content", str),
+        )
+        return Json(await asyncio.to_thread(chat.price, session_id, *given))
 
     @api.post("/api/debug/inject")
     async def inject(request: Request) -> Response:
