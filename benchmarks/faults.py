@@ -20,15 +20,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from app import default_data_dir
 from benchmarks.common import print_json, print_table
 from engine.config import KV_FORMATS, EngineConfig
 from engine.debugging.faults import KINDS
+from engine.debugging.invariants import InvariantLights
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.prefix_cache import PrefixCache
 from engine.local import LocalEngine
 from engine.protocol import Failed, FaultRequest, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.scheduler import ScheduledBatch, ScheduledItem
+from engine.sequence import Sequence, Status
 
 FORMATS = tuple(name for name in KV_FORMATS if name != "auto")
 DEFAULT, QWEN2, BAMBA = "default model", "qwen2", "bamba"
@@ -129,6 +132,31 @@ def _part(total: int, share: float) -> int:
     return max(1, round(total * share / len(FORMATS)))
 
 
+def invariants_share(engine: LocalEngine, tokens: int = 1024, steps: int = 512) -> tuple[float, float]:
+    """Microseconds that the invariant lights take of one decode step behind so many tokens, and the share of the step
+    that this is, at the speed of a reply of this engine."""
+    cache = PrefixCache(BlockPool(-(-(tokens + steps) // 16) + 1), 16)
+    lights, sequence = InvariantLights(cache), Sequence(cache, "measured")
+    sequence.set_tokens([1] * (tokens + steps))
+    sequence.status = Status.RUNNING
+    sequence.reserve(tokens + steps)
+    sequence.advance(tokens)
+    seconds = 0.0
+    for position in range(tokens, tokens + steps):
+        batch = ScheduledBatch((ScheduledItem(sequence, position, 1, False),))
+        began = time.perf_counter()
+        lights.before(batch)
+        seconds += time.perf_counter() - began
+        sequence.advance(1)
+        began = time.perf_counter()
+        lights.after(batch, (True,))
+        seconds += time.perf_counter() - began
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    stats = list(engine.generate(GenerateRequest((1, 2, 3), params)))[-1].stats
+    assert stats is not None and stats.decode_tokens_per_s
+    return 1e6 * seconds / steps, seconds / steps * stats.decode_tokens_per_s
+
+
 def summary(cases: list[Case]) -> dict[str, float | int]:
     damaged, clean = [c for c in cases if c.kind is not None], [c for c in cases if c.kind is None]
     return {
@@ -164,8 +192,11 @@ def main() -> None:
         if case.found != case.kind or (case.kind is not None and not case.place_right):
             print(f"{case.family} {case.kv_format}: {case.kind} taken for {case.found}; {case.sentence}")
     print_table(("injected \\ found", *KINDS, "(clean)"), confusion(cases))
-    print_json("faults", {**summary(cases), "torch_threads": torch.get_num_threads(),
-                          "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
+    with engine_of(next(iter(families)), "auto", arguments.data_dir) as engine:
+        microseconds, share = invariants_share(engine)
+    print(f"Invariants take {microseconds:.1f} us of a decode step at 1024 tokens, {share:.2%} of it.")
+    result = {**summary(cases), "invariants_us": microseconds, "invariants_share": share}
+    print_json("faults", {**result, "seconds": round(time.perf_counter() - began, 1)})
 
 
 if __name__ == "__main__":
