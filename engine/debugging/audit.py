@@ -10,29 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.debugging.faults import Finding, Layer, classify, relative_errors
+from engine.debugging.compare import NOISE_FACTOR, NOISE_TOKENS, check_room, checked_positions, layer_of
+from engine.debugging.faults import Finding, Layer, classify
 from engine.debugging.heat import heat_map
 from engine.debugging.records import BlockContent, block_contents
 from engine.debugging.report import clean_sentence, empty_result, fault_sentence, merged, state_fault
-from engine.debugging.rows import StoredRows
 from engine.debugging.scratch import DECODED, Run, computed, continued, live, relative
-from engine.errors import Conflict, InvalidRequest
+from engine.errors import Conflict
 from engine.jobs import Slices
 from engine.loader import EngineParts
 from engine.sequence import Status
 from engine.step_loop import StepLoop
 
-NOISE_FACTOR = 4.0
-"""How much further off than two prefills from each other a right row may be."""
-LEAST_LIMIT = 1e-3
 STATE_LIMIT = 0.02
 """Least relative error that counts, of rows and of a state, where rounding is smaller."""
-NOISE_TOKENS = 1024
-"""Positions of the second prefill; with a recurrent state all of them."""
 NOISE_CHUNK = 23
 TRACED = 64
 """Positions that are run again from the stored prefix, to tell a fault from what it made of later tokens."""
-MIB = 2**20
 
 
 @dataclass(slots=True)
@@ -63,8 +57,8 @@ def audit(
         return empty_result()
     if sequence.status is not Status.IDLE:
         raise Conflict("This session is still answering; wait for the reply or stop it first.")
-    checked = _checked(positions, sequence.cache_pos)
-    _check_room(parts, sequence.cache_pos)
+    checked = checked_positions(positions, sequence.cache_pos)
+    check_room(parts, sequence.cache_pos)
     ids = tuple(sequence.token_ids[: sequence.cache_pos])
     following = sequence.token_ids[len(ids)] if sequence.remaining else ids[-1]
     contents = block_contents(sequence)
@@ -99,31 +93,6 @@ def _compared(parts: EngineParts, ids: tuple[int, ...], checked: Tensor, stored:
     return look
 
 
-def layer_of(
-    index: int,
-    stored: StoredRows,
-    right: StoredRows,
-    again: StoredRows,
-    checked: Tensor,
-    inv_freq: Tensor,
-    block_size: int,
-) -> tuple[Layer, float]:
-    """One layer's rows with errors and limits, and its noise: how far two prefills are apart, or the format's rounding.
-
-    A row is wrong if it is further off than its format rounds and than `NOISE_FACTOR` times the two prefills differ.
-    Positions that are not `checked` have no error.
-    """
-    rows, fresh = stored.layer(index), right.layer(index)
-    errors, sizes = relative_errors(rows, fresh)
-    noise = relative_errors(again.layer(index), fresh[:, : again.count])[0].amax(-1, keepdim=True)
-    # Channels in another order are rows of the same kind that do not lie on the format's grid already.
-    mixed = (fresh + fresh.flip(-1)) / 2
-    rounding = (right.requantised(index, mixed) - mixed).flatten(2).norm(dim=-1) / sizes
-    limits = (NOISE_FACTOR * noise).maximum(rounding).clamp_min(LEAST_LIMIT)
-    errors = torch.where(checked, errors, 0.0)
-    return Layer(rows, fresh, errors, limits, sizes, inv_freq, block_size), float(noise.maximum(rounding).max())
-
-
 def _explained(loop: StepLoop, parts: EngineParts, look: Audit, session_id: str) -> Slices[None]:
     """Where a fault can't be explained, try the ids that stood there before an edit."""
     unknown = [index for index, found in look.findings.items() if any(f.kind == "overwrite" for f in found)]
@@ -141,7 +110,7 @@ def _explained(loop: StepLoop, parts: EngineParts, look: Audit, session_id: str)
 
 
 def _consequences(parts: EngineParts, look: Audit) -> Slices[list[tuple[int, Finding]]]:
-    """Findings that are no faults of their own: the model computed just that from rows that were wrong before.
+    """Findings that are no faults of their own: the model computed just that from lower layers' wrong rows.
 
     Told by running their positions again from what is stored before them. A recurrent layer can't be begun in the
     middle; there, what can't be explained behind a fault of a lower layer counts as made by it.
@@ -152,11 +121,7 @@ def _consequences(parts: EngineParts, look: Audit) -> Slices[list[tuple[int, Fin
         ((index, f) for index, found in look.findings.items() for f in found), key=lambda pair: pair[1].positions[0]
     ):
         first = finding.positions[0]
-        before = any(
-            f.positions[0] < first and (other < index or f is not finding)
-            for other, found in look.findings.items()
-            for f in found
-        )
+        before = any(f.positions[0] < first for other, found in look.findings.items() if other < index for f in found)
         if finding.kind != "overwrite" or not before or stored is None:
             continue
         if parts.states is None:
@@ -214,33 +179,6 @@ def _error(found: dict[str, Tensor] | None, right: dict[str, Tensor] | None) -> 
 
 def _logits_error(found: Tensor | None, right: Tensor | None) -> float | None:
     return None if found is None or right is None else relative(found, right)
-
-
-def _checked(positions: int | list[int] | None, count: int) -> Tensor:
-    """bool [count]. Raises `InvalidRequest`."""
-    if positions is None:
-        return torch.ones(count, dtype=torch.bool)
-    if isinstance(positions, int):
-        if positions < 1:
-            raise InvalidRequest("positions must be at least 1, or a list of positions.")
-        positions = torch.linspace(0, count - 1, min(positions, count)).round().int().tolist()
-    if not positions or not all(0 <= position < count for position in positions):
-        raise InvalidRequest(f"positions must lie between 0 and {count - 1}, at least one: so many tokens are cached.")
-    checked = torch.zeros(count, dtype=torch.bool)
-    checked[torch.tensor(positions)] = True
-    return checked
-
-
-def _check_room(parts: EngineParts, count: int) -> None:
-    spec = parts.cache.spec
-    copies = 1 + min(1.0, NOISE_TOKENS / count)
-    needed = int(copies * (-(-count // spec.block_size) + 2) * spec.block_bytes)
-    left = max(parts.max_blocks * spec.block_bytes - parts.cache.reserved_bytes, 0)
-    if needed > left:
-        raise InvalidRequest(
-            f"The audit needs {-(-needed // MIB)} MiB of scratch memory, and the KV budget has {left // MIB} MiB left; "
-            "raise --kv-budget."
-        )
 
 
 def _remember(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
@@ -55,18 +56,28 @@ def inject(loop: StepLoop, parts: EngineParts, request: FaultRequest) -> Slices[
         copied = own_blocks(loop, sequence, positions)
     except OutOfBlocks:
         raise Conflict("The cache has no free block for a copy; try again when less is cached.") from None
-    if old is not None:
-        loop.records.find(request.session_id).earlier.appendleft(version)
-    rows = read_rows(parts.cache, sequence, len(ids))
-    inv_freq = parts.model.weights.inv_freq.cpu()
-    for layer in layers:
-        damaged = _damaged(
-            request.kind, amount, rows.layer(layer), positions, None if old is None else old.layer(layer), inv_freq
-        )
-        write_rows(parts.cache, sequence, layer, positions, damaged.to(parts.model.device))
+    _write(parts, sequence, request.kind, amount, layers, positions, old)
     loop.records.changed(request.session_id)
+    if old is not None and version not in loop.records.find(request.session_id).earlier:
+        loop.records.find(request.session_id).earlier.appendleft(version)
     return {"session_id": request.session_id, "kind": request.kind, "layers": list(layers), "start": positions[0],
             "count": len(positions), "amount": amount, "blocks_copied": copied}  # fmt: skip
+
+
+def _write(
+    parts: EngineParts,
+    sequence: Sequence,
+    kind: str,
+    amount: float,
+    layers: SequenceOf[int],
+    positions: list[int],
+    old: StoredRows | None,
+) -> None:
+    rows = read_rows(parts.cache, sequence, sequence.cache_pos)
+    inv_freq = parts.model.weights.inv_freq.cpu()
+    for layer in layers:
+        damaged = _damaged(kind, amount, rows.layer(layer), positions, old.layer(layer) if old else None, inv_freq)
+        write_rows(parts.cache, sequence, layer, positions, damaged.to(parts.model.device))
 
 
 def _damaged(

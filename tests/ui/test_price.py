@@ -96,7 +96,8 @@ def test_what_an_imported_chat_says_of_itself_is_not_trusted():
     odd = [record(0), record(1, computed_tokens="many", prefill_ms=3, miss="lost"), record(2, computed_tokens=True)]
     assert prefill_speed(odd) is None and miss_cards(odd) == []
     assert price("edit", 100, 40, odd) == {
-        "action": "edit", "prompt_tokens": 100, "reused_tokens": 40, "tokens": 60, "seconds": None, "tokens_per_s": None,
+        "action": "edit", "prompt_tokens": 100, "reused_tokens": 40, "tokens": 60, "seconds": None,
+        "tokens_per_s": None,
     }  # fmt: skip
     assert price("edit", 100, 40, [record(3, computed_tokens=30, prefill_ms=1500.0)])["seconds"] == 3.0
 
