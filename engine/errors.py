@@ -49,6 +49,13 @@ class Stopped(KVScopeError):
     code = "stopped"
 
 
+class Forbidden(KVScopeError):
+    """What was asked for is switched off (403)."""
+
+    status = 403
+    code = "forbidden"
+
+
 class ModelFileError(KVScopeError):
     """A model can't be found, fetched or read. Ends the start with exit code 2."""
 

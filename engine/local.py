@@ -15,12 +15,24 @@ import torch
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
 from engine.debugging import diagnosis, tokens
-from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
+from engine.debugging.audit import audit
+from engine.debugging.inject import inject
+from engine.debugging.quarantine import repair_cut
+from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
 from engine.loader import EngineParts, load_parts, ram_limit
-from engine.protocol import DiagnoseQuery, Failed, GenerateRequest, PrecisionQuery, ProbeQuery, TokenQuery
+from engine.protocol import (
+    DiagnoseQuery,
+    Failed,
+    FaultRequest,
+    Finished,
+    GenerateRequest,
+    PrecisionQuery,
+    ProbeQuery,
+    TokenQuery,
+)
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
 from engine.snapshots import Snapshots
@@ -158,6 +170,34 @@ class LocalEngine:
         diagnosis.check_query(query)
         self._check_history(query, parts)
         return self._run_job(diagnosis.cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled))
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        parts = self._need_parts()
+        self.restore(session_id)
+        return self._run_job(audit(self._steps(), parts, session_id, positions))
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        found = self.audit(session_id)
+        cut = self._call(lambda: repair_cut(self._steps(), session_id, found))
+        if cut.prompt_ids:
+            params = SamplingParams(temperature=0, max_tokens=1)
+            request = GenerateRequest(cut.prompt_ids, params, session_id, forced_ids=cut.forced_ids)
+            last = list(self.generate(request))[-1]
+            if isinstance(last, Failed):
+                raise last.error
+            assert isinstance(last, Finished)
+            # What the tree holds of other sessions' clean blocks need not be run.
+            cut.report["recomputed_tokens"] = last.stats.computed_tokens
+        return {**cut.report, "cache_pos": self.inspect(session_id)["cache_pos"]}
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        if not self._config.fault_injection:
+            raise Forbidden(
+                "The cache may not be damaged on purpose unless KVScope is started with --allow-fault-injection."
+            )
+        parts = self._need_parts()
+        self.restore(request.session_id)
+        return self._run_job(inject(self._steps(), parts, request))
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()

@@ -40,13 +40,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token."""
+    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token.
+
+    `detail` is a sentence where more than the cause is known. The texts are those of a few tokens before the position,
+    and behind it on both sides. `ms_lost`: what evaluating so many tokens takes at this turn's own speed.
+    """
 
     position: int
     cause: str
     cached_token: int | None
     wanted_token: int | None
     tokens_lost: int
+    detail: str | None = None
+    text_before: str = ""
+    text_cached: str = ""
+    text_wanted: str = ""
+    ms_lost: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,7 @@ class TurnStats:
     """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields.
 
     `loop` is the last loop that was found in the reply so far.
+    `violation`: the first invariant of the cache that did not hold during the turn, as a sentence.
     """
 
     session_id: str | None
@@ -127,6 +137,7 @@ class TurnStats:
     seed: int
     miss: Miss | None
     loop: Loop | None = None
+    violation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +285,25 @@ class ChatEngine(Protocol):
         """
         ...
 
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        """Recompute a session's cache and compare, as in `POST /api/sessions/{id}/audit`; replies go on meanwhile.
+
+        `positions`: how many to look at, or which (None: all). Raises `Conflict` while the session is answering, and
+        `InvalidRequest`.
+        """
+        ...
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        """Audit if need be, cut the cache before the first wrong position and compute the rest again:
+        `{cut_tokens, recomputed_tokens, first_position, cache_pos, sentence}`; the two differ by what other sessions'
+        blocks hold. Raises as `audit`."""
+        ...
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        """Damage a session's own copy of its cache. Raises `Forbidden` unless that was allowed at the start,
+        `InvalidRequest` and `Conflict`."""
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -347,6 +377,20 @@ class DiagnoseQuery:
     kv_format: str | None = None
     max_tokens: int | None = None
     cancelled: Callable[[], bool] = _never
+
+
+class FaultRequest:
+    """Damage to do to a session's cached K and V at `start : start + count`; `layer` None: in all layers.
+
+    `kind` is one of `engine.debugging.faults.KINDS`; `amount` is the shift or rotation in positions, or a factor.
+    """
+
+    session_id: str
+    kind: str
+    layer: int | None = 0
+    start: int = 0
+    count: int = 1
+    amount: float | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -37,6 +37,13 @@ class Restorer:
         self._scheduler = scheduler
         self._runner = runner
         self._tolerance = tolerance
+        self.compared: list[tuple[int, int, float]] = []
+        """Of the last `restore`: first position, count and error of what was computed anew."""
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that passes."""
+        return self._tolerance
 
     def restore(
         self, session_id: str | None, held: HeldBlocks, *, displacing: bool, audit: bool
@@ -47,6 +54,7 @@ class Restorer:
         it. Nothing live changes before all is checked. Raises `NoRoom`, and `SnapshotRefused` where `audit` finds other
         values than the model computes, or K and V come without the recurrent state that belongs to them.
         """
+        self.compared = []
         self._check_whole(held)
         sequence = self._shared_part(session_id, held)
         shared = len(sequence.block_table)
@@ -184,6 +192,7 @@ class Restorer:
 
     def _compare(self, sequence: Sequence, item: ScheduledItem) -> None:
         worst = self._worst_error(sequence.block_table, item.sequence.block_table, item.start, item.count)
+        self.compared.append((item.start, item.count, worst))
         if not worst <= self._tolerance:
             raise SnapshotRefused(
                 f"The snapshot's positions {item.start} to {item.start + item.count - 1} differ from what the model"

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from engine.beam_turn import BeamTurn, scoring_params
+from engine.debugging.invariants import InvariantLights, Violation
 from engine.debugging.loops import LoopDetector, word_test
+from engine.debugging.records import Records
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
@@ -58,6 +60,8 @@ class StepLoop:
         self.keeper = SessionKeeper(self.scheduler, self.runner, self._restorer, ram_limit, submit, self.fingerprint)
         self.metrics = EngineMetrics()
         self.jobs = Jobs()
+        self.records = Records()
+        self.lights = InvariantLights(self.prefix_cache)
         self._parts = parts
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
@@ -130,6 +134,8 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
+        self.records.forget(session_id)
+        self.lights.forget(session_id)
         self._unchecked = True
         self._last_beams.pop(session_id, None)
 
@@ -143,6 +149,10 @@ class StepLoop:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
         self.keeper.adopt(session_id, held, displacing)
+        sequence = self.scheduler.find(session_id)
+        if sequence is not None and self._restorer.compared:
+            self.records.spot_audited(sequence, self._restorer.compared, self._restorer.tolerance)
+            self._restorer.compared = []
 
     def adopt_prefix(self, held: HeldBlocks, displacing: bool) -> None:
         """Put blocks that belong to no session into the tree. Raises `SnapshotRefused` and `NoRoom`."""
@@ -174,7 +184,8 @@ class StepLoop:
         source = self.scheduler.find(session_id)
         if source is None or self.scheduler.find(new_session_id) is not None:
             return
-        count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
+        usable = source.cache_pos if source.private_from is None else source.private_from
+        count = common_prefix_len(source.token_ids[:usable], token_ids)
         self.scheduler.finish(source.fork(new_session_id, count))
         self.keeper.turn_ended(new_session_id)
 
@@ -224,6 +235,7 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
+        self._tell(self.lights.before(batch))
         sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
         states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
@@ -276,6 +288,14 @@ class StepLoop:
             else:
                 turn.report_prefill()
         self._take(taken)
+        self._tell(self.lights.after(batch, tokens.finite))
+
+    def _tell(self, broken: SequenceOf[tuple[Sequence, Violation]]) -> None:
+        """The first invariant that does not hold goes into the turn's numbers."""
+        for sequence, violation in broken:
+            turn = self._turns.get(sequence)
+            if turn is not None and turn.meter.violation is None:
+                turn.meter.violation = violation.sentence
 
     def _take(self, taken: SequenceOf[Taken]) -> None:
         """What was sampled goes into the replies; beams choose once all of a turn have been run."""
@@ -336,9 +356,12 @@ class StepLoop:
         shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
+        if request.session_id is not None:
+            self.records.replaced(request.session_id, cached, request.prompt_ids)
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
+        self.lights.begin(sequence)
         self._last_beams.pop(request.session_id or "", None)
         if request.beams.searches:
             return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)

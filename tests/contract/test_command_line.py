@@ -68,7 +68,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["--nonsense"], ["--nonsense"]),
         (["--window", "5"], ["--window", "not available"]),
         (["--sinks", "4"], ["--sinks", "not available"]),
-        (["--allow-fault-injection"], ["--allow-fault-injection", "not available"]),
         (["--host", "0.0.0.0"], ["0.0.0.0", "--api-key"]),
         (["--host", "::"], ["--api-key"]),
         (["--host", "0.0.0.0", "--api-key", ""], ["key"]),

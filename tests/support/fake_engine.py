@@ -9,13 +9,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.debugging.tokens import check_query
-from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError, NotFound, Stopped
+from engine.errors import (
+    Conflict,
+    ContextOverflow,
+    EngineStopped,
+    Forbidden,
+    InvalidRequest,
+    KVScopeError,
+    NotFound,
+    Stopped,
+)
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
     DiagnoseQuery,
     Event,
     Failed,
+    FaultRequest,
     Finished,
     GenerateRequest,
     PrecisionQuery,
@@ -47,6 +57,8 @@ class FakeEngine:
         self.tokenizer = chat_tokenizer()
         self.delay_s, self.context, self.name = delay_s, context, name
         self.state = "ok"
+        self.fault_injection = False
+        self.faults: list[FaultRequest] = []
         self.fail_with: KVScopeError | None = None
         self.caches: dict[str | None, list[int]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
@@ -170,6 +182,25 @@ class FakeEngine:
         if query.cancelled():
             raise Stopped("The diagnosis was stopped.")
         return {"loop": None, "verdict": "none", "evidence": [], "cure": None, "ms": 1.0}
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        self._check()
+        return {
+            "verdict": "clean",
+            "faults": [],
+            "checked_tokens": len(self.caches.get(session_id, [])),
+            "of": positions,
+        }
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        return {"cut_tokens": 0, "recomputed_tokens": 0, "first_position": None, "sentence": "Nothing to repair."}
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        if not self.fault_injection:
+            raise Forbidden("The cache may not be damaged on purpose.")
+        self.faults.append(request)
+        return {"session_id": request.session_id, "kind": request.kind}
 
     def memory(self) -> dict[str, Any]:
         self._check()
