@@ -379,6 +379,7 @@ class DiagnoseQuery:
     cancelled: Callable[[], bool] = _never
 
 
+@dataclass(frozen=True, slots=True)
 class FaultRequest:
     """Damage to do to a session's cached K and V at `start : start + count`; `layer` None: in all layers.
 

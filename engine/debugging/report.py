@@ -9,10 +9,10 @@ from typing import Any
 from engine.debugging.faults import Finding
 
 WORDS = {
-    "shift": "hold the rows of {amount} positions {direction}",
+    "shift": "hold the rows of {amount} {direction}",
     "overwrite": "were overwritten with something else",
     "stale": "still hold what stood there before an edit",
-    "wrong_position": "have keys that are rotated {amount} positions too {reach}",
+    "wrong_position": "have keys that are rotated {amount} too {reach}",
     "swap_blocks": "are two blocks that hold each other's rows",
     "scale": "are {amount} times what they should be",
     "nan": "are not finite",
@@ -62,11 +62,11 @@ def fault_sentence(faults: Sequence[Mapping[str, Any]], turns: Sequence[str | No
     if fault["since_turn"] in turns and fault["since_turn"] is not None:
         since = f", since turn {turns.index(fault['since_turn']) + 1} of the {len(turns)} that wrote this cache"
     place = f"position {first}" if first == last else f"positions {first} to {last}"
-    amount = fault["amount"]
+    amount = fault["amount"] or 0
     words = WORDS[fault["kind"]].format(
-        amount=f"{amount:g}" if fault["kind"] == "scale" else abs(int(amount or 0)),
-        direction="earlier" if (amount or 0) > 0 else "later",
-        reach="far" if (amount or 0) > 0 else "little",
+        amount=f"{amount:g}" if fault["kind"] == "scale" else _positions(abs(int(amount))),
+        direction="earlier" if amount > 0 else "later",
+        reach="far" if amount > 0 else "little",
     )
     more = "" if len(faults) == 1 else f" {len(faults) - 1} more fault{'s' if len(faults) > 2 else ''} found."
     return f"{_layers(fault['layers'])}: {place} {words} ({fault['kind']}){since}.{more}"
@@ -81,6 +81,10 @@ def _same(fault: Mapping[str, Any], finding: Finding, block_size: int) -> bool:
     near = max(abs(fault["first_position"] - finding.positions[0]), abs(fault["last_position"] - finding.positions[-1]))
     amounts = fault["amount"] == finding.amount or fault["kind"] == "scale"
     return bool(fault["kind"] == finding.kind and amounts and near < block_size)
+
+
+def _positions(count: int) -> str:
+    return f"{count} position" if count == 1 else f"{count} positions"
 
 
 def _layers(layers: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+import app
 from engine.models.registry import load_model
 from sessions.store import SessionStore
 from tests.support.fake_engine import wait_until
@@ -80,6 +81,14 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 )  # fmt: skip
 def test_bad_arguments(tmp_path, arguments, words):
     assert_refused(run(tmp_path, *(["--port", "0"] if "--port" not in arguments else []), *arguments), *words)
+
+
+def test_damage_is_allowed_by_its_argument_alone():
+    parser = app.make_parser()
+    for arguments, allowed in (([], False), (["--allow-fault-injection"], True)):
+        options = parser.parse_args(arguments)
+        app.check_options(options)
+        assert app.engine_config(options).fault_injection is allowed
 
 
 def test_the_key_may_come_from_the_environment(tmp_path):

@@ -303,3 +303,17 @@ def test_random_faults_are_within_what_is_cached(engine):
     for kind in KINDS:
         fault = random_fault(engine, A, kind, random.Random(3))
         assert fault.start + fault.count <= engine.inspect(A)["cache_pos"]
+
+
+def test_without_a_free_block_for_the_copy_nothing_is_damaged():
+    engine = tiny_engine(block_size=BLOCK, fault_injection=True, blocks=21)
+    try:
+        turn(engine, A, IDS[:60], forced_ids=REPLY)  # 69 cached tokens: 18 of 20 blocks
+        turn(engine, A, (*IDS[:60], *REPLY, *IDS[:6]), forced_ids=REPLY[:4])
+        assert engine.metrics()["blocks_free"] == 0
+        with pytest.raises(Conflict, match="no free block"):
+            engine.inject(FaultRequest(A, "scale", 0, 0, 20))
+        assert sequence(engine, A).private_from is None and engine.inspect(A)["cache_pos"] == 79
+    finally:
+        engine.check_integrity()
+        engine.close()
