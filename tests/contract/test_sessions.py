@@ -102,7 +102,7 @@ def test_unknown_sessions_get_404_and_malformed_ids_400(client, method, route):
         assert_error(response, response.status_code)
 
 
-@pytest.mark.parametrize("route", ["/diagnose", "/unknown", "/audit/now"])
+@pytest.mark.parametrize("route", ["/unknown", "/audit/now"])
 def test_routes_that_do_not_exist_get_404(client, session_id, route):
     assert_error(client.post(f"/api/sessions/{session_id}{route}"), 404)
     assert_error(client.get(f"/api/sessions/{session_id}{route}"), 404)
