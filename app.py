@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--allow-fault-injection",
         action="store_true",
-        help="allow to damage the cache on purpose (default: off; not available in this version)",
+        help="let POST /api/debug/inject damage a session's cache on purpose (default: off)",
     )
     add(
         "--freeze",
@@ -156,7 +156,6 @@ def default_data_dir() -> Path:
 def check_options(options: argparse.Namespace) -> None:
     """Raise `ConfigError` for what this version does not do, and for what would be unsafe."""
     later = {"--window": options.window, "--sinks": options.sinks}
-    later["--allow-fault-injection"] = options.allow_fault_injection or None
     for name, value in later.items():
         if value is not None:
             raise ConfigError(f"{name} is not available in this version of KVScope.")
@@ -180,6 +179,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         chat_template=options.chat_template,
         snapshot_limit=options.snapshot_limit,
         ram_limit=options.ram_limit,
+        fault_injection=options.allow_fault_injection,
     )
 
 

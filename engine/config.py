@@ -19,6 +19,7 @@ class EngineConfig:
     `snapshot_limit` is how many bytes of disk the sessions' kept caches may take (None: a share of what is free, 0:
     none are kept); `ram_limit` how many bytes of RAM the caches of idle sessions may take that the pool has no room for
     (None: a share of what is free with a card, none without one, where the pool is in RAM itself).
+    `fault_injection` lets callers damage a session's cache on purpose.
     `chat_template` names a bundled template; None is the model's own, or a fallback where it has none.
     """
 
@@ -33,3 +34,4 @@ class EngineConfig:
     chat_template: str | None = None
     snapshot_limit: int | None = None
     ram_limit: int | None = None
+    fault_injection: bool = False

@@ -42,6 +42,20 @@ class Conflict(KVScopeError):
     code = "session_busy"
 
 
+class Stopped(KVScopeError):
+    """Long work beside the replies was stopped by hand (409)."""
+
+    status = 409
+    code = "stopped"
+
+
+class Forbidden(KVScopeError):
+    """What was asked for is switched off (403)."""
+
+    status = 403
+    code = "forbidden"
+
+
 class ModelFileError(KVScopeError):
     """A model can't be found, fetched or read. Ends the start with exit code 2."""
 

@@ -50,7 +50,7 @@ class SessionKeeper:
         self._fingerprint = fingerprint
         self._unsaved: OrderedDict[str, float] = OrderedDict()
         self._saved: dict[str, list[tuple[Node, str | None]]] = {}
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, tuple[str, str | None]] = {}
         self._run, self._numbers = uuid.uuid4().hex[:12], itertools.count()
         scheduler.on_displace = self.displace
 
@@ -93,7 +93,7 @@ class SessionKeeper:
         sequence = self._scheduler.idle.get(session_id)
         if self._unsaved.pop(session_id, None) is None or self._submit is None:
             return
-        if sequence is None or not sequence.cache_pos:
+        if sequence is None or not sequence.cache_pos or sequence.private_from is not None:
             return
         keys, old = self._keys(sequence)
         fresh = [index for index, key in enumerate(keys) if key not in old]
@@ -169,6 +169,9 @@ class SessionKeeper:
             return
         self.save(session_id)
         gone = [session_id]
+        if sequence.private_from is not None:
+            self.present.discard(session_id)
+            return
         count = self._block_count(sequence)
         state_bytes = self._runner.states.spec.nbytes if self._runner.states is not None else 0
         if count * self._runner.cache.spec.block_bytes + state_bytes <= self.ram.limit:
@@ -217,12 +220,12 @@ class SessionKeeper:
 
     # -- what is known of a session -----------------------------------------------------------------------------------
 
-    def lose(self, session_id: str, cause: str) -> None:
+    def lose(self, session_id: str, cause: str, sentence: str | None = None) -> None:
         """What is on disk of a session can't be used, for this reason; told with the miss of its next turn."""
-        self._lost[session_id] = cause
+        self._lost[session_id] = (cause, sentence)
 
-    def loss(self, session_id: str | None) -> str | None:
-        """The reason given to `lose`, once."""
+    def loss(self, session_id: str | None) -> tuple[str, str | None] | None:
+        """Cause and sentence given to `lose`, once."""
         return self._lost.pop(session_id or "", None)
 
     def forget(self, session_id: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -14,13 +14,26 @@ import torch
 
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
-from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, InvalidRequest, NotFound
+from engine.debugging import diagnosis, tokens
+from engine.debugging.audit import audit
+from engine.debugging.inject import inject
+from engine.debugging.quarantine import repair_cut
+from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
-from engine.protocol import Failed, GenerateRequest, PrecisionQuery, ProbeQuery
+from engine.protocol import (
+    DiagnoseQuery,
+    Failed,
+    FaultRequest,
+    Finished,
+    GenerateRequest,
+    PrecisionQuery,
+    ProbeQuery,
+    TokenQuery,
+)
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
 from engine.snapshots import Snapshots
@@ -152,6 +165,54 @@ class LocalEngine:
             )
         check_ids(query.token_ids, parts)
         return self._run_job(precision.compare_precision(parts, query))
+
+    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
+        self._need_parts()
+        parts = self._steps(query.session_id).parts
+        tokens.check_query(query)
+        self._check_history(query, parts)
+        rows = self._run_job(tokens.token_rows(parts, query))
+        return [{**row, **place} for row, place in zip(rows, self.token_places(query), strict=True)]
+
+    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
+        tokens.check_query(query)
+        return self._call(lambda: tokens.places(self._steps(query.session_id), query))
+
+    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        self._need_parts()
+        parts = self._steps(query.session_id).parts
+        diagnosis.check_query(query)
+        self._check_history(query, parts)
+        return self._run_job(diagnosis.cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled))
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        self.restore(session_id)
+        lane = self._steps(session_id)
+        return self._run_job(audit(lane, lane.parts, session_id, positions))
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        found = self.audit(session_id)
+        cut = self._call(lambda: repair_cut(self._steps(session_id), session_id, found))
+        if cut.prompt_ids:
+            kv_format = self._all().format_of(session_id)
+            params = SamplingParams(temperature=0, max_tokens=1, kv_format=kv_format)
+            request = GenerateRequest(cut.prompt_ids, params, session_id, forced_ids=cut.forced_ids)
+            last = list(self.generate(request))[-1]
+            if isinstance(last, Failed):
+                raise last.error
+            assert isinstance(last, Finished)
+            # What the tree holds of other sessions' clean blocks need not be run.
+            cut.report["recomputed_tokens"] = last.stats.computed_tokens
+        return {**cut.report, "cache_pos": self.inspect(session_id)["cache_pos"]}
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        if not self._config.fault_injection:
+            raise Forbidden(
+                "The cache may not be damaged on purpose unless KVScope is started with --allow-fault-injection."
+            )
+        self.restore(request.session_id)
+        lane = self._steps(request.session_id)
+        return self._run_job(inject(lane, lane.parts, request))
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
@@ -407,6 +468,12 @@ class LocalEngine:
         check_fits(len(request.prompt_ids), parts.max_seq_len)
         check_ids(request.prompt_ids, parts)
         check_settings(request.beams, request.params)
+
+    def _check_history(self, query: TokenQuery | DiagnoseQuery, parts: EngineParts) -> None:
+        ids = (*query.prompt_ids, *query.reply_ids)
+        if len(ids) > parts.max_seq_len:
+            raise ContextOverflow(f"The reply ends at token {len(ids)}, but the context holds {parts.max_seq_len}.")
+        check_ids(ids, parts)
 
     def _claim(self, session_id: str | None) -> None:
         if session_id is None:

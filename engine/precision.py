@@ -58,6 +58,16 @@ def scratch_bytes(parts: EngineParts, query: PrecisionQuery) -> int:
     return blocks * spec.block_bytes + 2 * 4 * query.count * parts.vocab_size
 
 
+def check_scratch(parts: EngineParts, needed: int) -> None:
+    """Raises `InvalidRequest` if `needed` bytes would not fit into what the KV budget has left."""
+    left = max(parts.max_blocks * parts.cache.spec.block_bytes - parts.cache.reserved_bytes, 0)
+    if needed > left:
+        raise InvalidRequest(
+            f"This needs {-(-needed // MIB)} MiB of scratch memory, and the KV budget has {left // MIB} MiB left; "
+            "raise --kv-budget."
+        )
+
+
 def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[str, Any]]:
     """The body of `POST /api/sessions/{id}/compare`. Touches no session: both runs have a cache of their own.
 
@@ -68,16 +78,10 @@ def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[
     spec = replace(parts.cache.spec, format=KV_FORMATS[kv_format])
     if not spec.num_layers:
         raise InvalidRequest("This model keeps no keys and values, so there is no precision to compare.")
-    needed, budget = scratch_bytes(parts, query), parts.max_blocks * parts.cache.spec.block_bytes
-    left = max(budget - parts.cache.reserved_bytes, 0)
-    if needed > left:
-        raise InvalidRequest(
-            f"The comparison needs {-(-needed // MIB)} MiB of scratch memory, and the KV budget has "
-            f"{left // MIB} MiB left; raise --kv-budget."
-        )
+    check_scratch(parts, scratch_bytes(parts, query))
     # One after the other, in equal slices: the same format on both sides gives the same numbers.
     exact = yield from _run(parts, query, replace(spec, format=FP32), None)
-    balance = yield from _balance(parts, spec)
+    balance = yield from balance_of(parts, spec)
     other = yield from _run(parts, query, spec, balance)
     loss = yield from _loss(exact.logits, other.logits)
     equal = common_prefix_len(exact.greedy, other.greedy)
@@ -108,7 +112,7 @@ def _run(parts: EngineParts, query: PrecisionQuery, spec: KVCacheSpec, balance: 
     return _Run(logits, tuple(greedy))
 
 
-def _balance(parts: EngineParts, spec: KVCacheSpec) -> Slices[Tensor | None]:
+def balance_of(parts: EngineParts, spec: KVCacheSpec) -> Slices[Tensor | None]:
     """The balance constants that a cache of this format has with this model."""
     if spec.format == parts.cache.spec.format:
         return parts.cache.balance

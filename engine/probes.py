@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from math import isfinite, nan
 from typing import Any
 
+from engine.debugging.invariants import invariants
+from engine.debugging.records import block_contents
 from engine.errors import InvalidRequest
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.protocol import ProbeQuery
-from engine.sequence import Sequence, Status
+from engine.sequence import Sequence
 from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
 
@@ -25,6 +28,7 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
     state = _state(parts, sequence)
     state_bytes = state["bytes"] if state else 0
     held = loop.keeper.ram.find(session_id)
+    ratio, violation = kv_ratio(loop, parts, sequence), loop.lights.first(session_id)
     blocks = _blocks(loop, parts, sequence)
     if held is not None:
         blocks = _kept("ram", held.cache_pos, spec.block_size, parts.kv_format, held.turns)
@@ -46,13 +50,16 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
         "bytes_used": sequence.cache_pos * spec.bytes_per_token + state_bytes,
         "bytes_reserved": len(sequence.block_table) * spec.block_bytes + state_bytes,
         "state": state,
-        "kv_ratio": kv_ratio(loop, parts, sequence),
-        "invariants": invariants(loop, sequence),
+        "kv_ratio": ratio,
+        "invariants": invariants(loop.prefix_cache, loop.lights, sequence, ratio is None or isfinite(ratio)),
+        "violation": violation.sentence if violation is not None else None,
+        "audit": loop.records.last_audit(session_id),
     }
 
 
 def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | None:
-    """max |K| / max |V| over the newest `RATIO_TOKENS` tokens, all layers and heads; None while nothing is cached.
+    """max |K| / max |V| over the newest `RATIO_TOKENS` tokens, all layers and heads; None while nothing is cached, NaN
+    where a value is not finite.
 
     Where it is large, a format with one scale for both, or few bits at all, costs more.
     """
@@ -62,6 +69,8 @@ def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | 
     loop.runner.sync_blocks()
     both = parts.cache.read_tokens(sequence.block_table, sequence.cache_pos - count, count)
     keys, values = both.abs().amax((1, 2, 3, 4)).tolist()
+    if not isfinite(keys) or not isfinite(values):
+        return nan
     return round(keys / values, 3) if values else None
 
 
@@ -85,9 +94,10 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
     pool = loop.prefix_cache.pool
     tier = "gpu" if parts.model.device.type == "cuda" else "ram"
     blocks = []
+    contents = block_contents(sequence)
     for index, block_id in enumerate(sequence.block_table):
         start = index * size
-        in_tree = index < len(sequence.nodes)
+        in_tree = index < sequence.tree_blocks
         blocks.append(
             {
                 "id": block_id,
@@ -98,7 +108,7 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
                 "tier": tier,
                 "format": parts.kv_format,
                 "written_by_turn": sequence.block_turns[index],
-                "last_audit": None,
+                "last_audit": loop.records.block_audit(sequence.session_id or "", index, contents[index]),
             }
         )
     return blocks
@@ -133,30 +143,6 @@ def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: SequenceO
         }
         for index, turn in enumerate(turns)
     ]
-
-
-def invariants(loop: StepLoop, sequence: Sequence) -> dict[str, bool]:
-    """What must hold of a sequence between two steps; false names a fault of the cache."""
-    size = loop.prefix_cache.block_size
-    pool = loop.prefix_cache.pool
-    table = sequence.block_table
-    idle = sequence.status is Status.IDLE
-    found = {
-        "cache_pos_within_blocks": not loop.prefix_cache.holds_kv or sequence.cache_pos <= len(table) * size,
-        "cached_ids_are_history": sequence.cache_pos <= len(sequence.token_ids)
-        and all(
-            node.key == tuple(sequence.token_ids[i * size : (i + 1) * size]) for i, node in enumerate(sequence.nodes)
-        ),
-        "no_block_twice": len(set(table)) == len(table),
-        "every_block_owned": all(pool.ref_count(block_id) > 0 for block_id in table),
-        "last_block_not_shared": not table
-        or not sequence.cache_pos % size
-        or pool.ref_count(table[sequence.cache_pos // size]) == 1,
-        "last_token_run_or_pending": not idle or sequence.remaining <= 1,
-    }
-    if sequence.state is not None:
-        found["state_is_that_of_cache_pos"] = sequence.state.is_at(sequence.token_ids[: sequence.cache_pos])
-    return found
 
 
 def probe(loop: StepLoop, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:

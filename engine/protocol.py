@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,13 +40,49 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token."""
+    """Why cached tokens were dropped. Positions and counts are in tokens; ids are None where there is no token.
+
+    `detail` is a sentence where more than the cause is known. The texts are those of a few tokens before the position,
+    and behind it on both sides. `ms_lost`: what evaluating so many tokens takes at this turn's own speed.
+    """
 
     position: int
     cause: str
     cached_token: int | None
     wanted_token: int | None
     tokens_lost: int
+    detail: str | None = None
+    text_before: str = ""
+    text_cached: str = ""
+    text_wanted: str = ""
+    ms_lost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A reply that repeats itself: from its token `start` on, `repeats` whole periods of `period` tokens so far.
+
+    `near`: not every period is the same, but most of each is; `start` is then where that was first noticed.
+    """
+
+    period: int
+    start: int
+    repeats: int
+    near: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeasure:
+    """One sampled token under the model itself, before penalties, bias, temperature and filters.
+
+    Natural log probability of the token; its rank (0: the likeliest); entropy of all tokens' probabilities in nats;
+    probability of the likeliest token.
+    """
+
+    logprob: float
+    rank: int
+    entropy: float
+    top1: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +118,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TurnStats:
-    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields."""
+    """The numbers of one turn; times in milliseconds. The API's `kvscope` object has exactly these fields.
+
+    `loop` is the last loop that was found in the reply so far.
+    `violation`: the first invariant of the cache that did not hold during the turn, as a sentence.
+    """
 
     session_id: str | None
     cache_pos: int
@@ -96,6 +136,8 @@ class TurnStats:
     finish_reason: str | None
     seed: int
     miss: Miss | None
+    loop: Loop | None = None
+    violation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +149,16 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens and the text that became final with them (may be empty while a character is incomplete)."""
+    """New tokens and the text that became final with them (may be empty while a character is incomplete).
+
+    `measures` has one entry per token where they are taken (sampling on the host), else none.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...]
     stats: TurnStats
+    measures: tuple[TokenMeasure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +270,40 @@ class ChatEngine(Protocol):
         """
         ...
 
+    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
+        """What the model thought of each token of a reply and where its K and V lie, as in `GET …/tokens`."""
+        ...
+
+    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
+        """The part of `token_table` that needs no replay: `{block, slot, origin}` of each token."""
+        ...
+
+    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Who made a reply loop, as in `POST /api/sessions/{id}/diagnose`; `audit` is what an audit of its cache found.
+
+        Raises `InvalidRequest`, `Stopped` if it was cancelled, and what `compare_precision` raises.
+        """
+        ...
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        """Recompute a session's cache and compare, as in `POST /api/sessions/{id}/audit`; replies go on meanwhile.
+
+        `positions`: how many to look at, or which (None: all). Raises `Conflict` while the session is answering, and
+        `InvalidRequest`.
+        """
+        ...
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        """Audit if need be, cut the cache before the first wrong position and compute the rest again:
+        `{cut_tokens, recomputed_tokens, first_position, cache_pos, sentence}`; the two differ by what other sessions'
+        blocks hold. Raises as `audit`."""
+        ...
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        """Damage a session's own copy of its cache. Raises `Forbidden` unless that was allowed at the start,
+        `InvalidRequest` and `Conflict`."""
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -264,6 +344,54 @@ class PrecisionQuery:
     token_ids: tuple[int, ...]
     count: int = 64
     kv_format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenQuery:
+    """Tokens `start : start + count` of the reply `reply_ids` to the prompt `prompt_ids`."""
+
+    session_id: str
+    prompt_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]
+    start: int = 0
+    count: int = 64
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnoseQuery:
+    """A stored reply, and all that it was made with: `params` with its seed, the KV format (None: that of now).
+
+    `measures` are those taken while it was sampled, as far as there are any that belong to this prompt. `max_tokens`
+    bounds how many tokens each replay draws; `cancelled` is asked after each slice.
+    """
+
+    session_id: str
+    prompt_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]
+    params: SamplingParams
+    measures: tuple[TokenMeasure, ...] = ()
+    kv_format: str | None = None
+    max_tokens: int | None = None
+    cancelled: Callable[[], bool] = _never
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRequest:
+    """Damage to do to a session's cached K and V at `start : start + count`; `layer` None: in all layers.
+
+    `kind` is one of `engine.debugging.faults.KINDS`; `amount` is the shift or rotation in positions, or a factor.
+    """
+
+    session_id: str
+    kind: str
+    layer: int | None = 0
+    start: int = 0
+    count: int = 1
+    amount: float | None = None
 
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -41,6 +41,11 @@ class Replay:
         prefixes = PrefixCache(BlockPool(blocks), spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
         self.sequence = Sequence(prefixes)
 
+    def state(self) -> dict[str, Tensor] | None:
+        """The recurrent state behind the last id that was run, as `SSMStatePool.export_state`; None without one."""
+        live = self.sequence.state.live if self.sequence.state is not None else None
+        return self._states.export_state(live) if self._states is not None and live is not None else None
+
     def extend(self, token_ids: SequenceOf[int], logits: int = 1) -> Tensor:
         """Run more ids; float32 logits [n, V] of the last `logits` of them."""
         return run_through(self.slices(token_ids, logits, REPLAY_CHUNK))

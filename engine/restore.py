@@ -7,6 +7,7 @@ import torch
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.held import HeldBlocks
 from engine.kv_cache.manifest import SnapshotRefused
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.sequence_state import SequenceState
 from engine.model_runner import ModelRunner
@@ -36,6 +37,13 @@ class Restorer:
         self._scheduler = scheduler
         self._runner = runner
         self._tolerance = tolerance
+        self.compared: list[tuple[int, int, float]] = []
+        """Of the last `restore`: first position, count and error of what was computed anew."""
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that passes."""
+        return self._tolerance
 
     def restore(
         self, session_id: str | None, held: HeldBlocks, *, displacing: bool, audit: bool
@@ -46,6 +54,7 @@ class Restorer:
         it. Nothing live changes before all is checked. Raises `NoRoom`, and `SnapshotRefused` where `audit` finds other
         values than the model computes, or K and V come without the recurrent state that belongs to them.
         """
+        self.compared = []
         self._check_whole(held)
         sequence = self._shared_part(session_id, held)
         shared = len(sequence.block_table)
@@ -61,7 +70,7 @@ class Restorer:
         except BaseException:
             sequence.release_blocks()
             raise
-        sequence.advance(held.cache_pos - sequence.cache_pos)
+        sequence.advance(held.cache_pos - sequence.cache_pos, Origin.SNAPSHOT)
         if session_id is not None:
             self._scheduler.idle.pop(session_id, None)
         self._scheduler.finish(sequence)
@@ -84,6 +93,7 @@ class Restorer:
         sequence.block_turns = [node.turn_id for node in path]
         sequence.nodes = path
         sequence.cache_pos = len(path) * self._cache.block_size
+        sequence.origins = bytearray([Origin.SHARED]) * sequence.cache_pos
         if sequence.state is not None and sequence.state.resume(held.token_ids, held.cache_pos) < held.cache_pos:
             sequence.state.drop()
         return sequence
@@ -182,6 +192,7 @@ class Restorer:
 
     def _compare(self, sequence: Sequence, item: ScheduledItem) -> None:
         worst = self._worst_error(sequence.block_table, item.sequence.block_table, item.start, item.count)
+        self.compared.append((item.start, item.count, worst))
         if not worst <= self._tolerance:
             raise SnapshotRefused(
                 f"The snapshot's positions {item.start} to {item.start + item.count - 1} differ from what the model"

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence as SequenceOf
 
 from engine.kv_cache.block_pool import OutOfBlocks
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import Node, PrefixCache
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.sequence_state import SequenceState
@@ -38,10 +39,15 @@ class Sequence:
         self.block_turns: list[str | None] = []
         self.nodes: list[Node] = []
         self.cache_pos = 0
+        self.origins = bytearray()
+        """Of each cached position, an `Origin`."""
         self.evicted_from = 0
         self.status = Status.IDLE
         self.places = 1
         """Among the running sequences; more for one that will be forked into as many."""
+        self.private_from: int | None = None
+        """Values from this position on are no work of the model that others may take over: their blocks, and states
+        made after them, stay out of the tree and of the kept states."""
         self.state = SequenceState(cache.checkpoints) if cache.checkpoints is not None else None
         self._cache = cache
 
@@ -58,6 +64,13 @@ class Sequence:
     def holds_cache(self) -> bool:
         """Whether `release_blocks` would free something."""
         return bool(self.block_table) or (self.state is not None and self.state.held is not None)
+
+    @property
+    def tree_blocks(self) -> int:
+        """Leading blocks that are nodes of the tree; full ones behind them are private."""
+        return (
+            len(self.nodes) if self.private_from is None else min(len(self.nodes), self.private_from // self.block_size)
+        )
 
     def next_chunk(self, most: int) -> int:
         """Tokens for the next step, at most `most`: a prefill stops where its state is to be kept."""
@@ -94,7 +107,10 @@ class Sequence:
         kept = full + (1 if rest else 0)
         self._drop_blocks(kept)
         del self.nodes[full:]
+        del self.origins[count:]
         self.cache_pos = count
+        if self.private_from is not None and count <= self.private_from:
+            self.private_from = None
         if rest and self.block_table and self._cache.pool.ref_count(self.block_table[full]) > 1:
             self._own_last_block()
 
@@ -112,6 +128,8 @@ class Sequence:
         self.block_turns = [node.turn_id for node in path]
         self.nodes = path[: count // self._cache.block_size]
         self.cache_pos = count
+        self.origins = bytearray([Origin.SHARED]) * count
+        self.private_from = None
         if self.state is not None:
             self.state.hold(shared.checkpoint)
         if len(self.nodes) < len(path):
@@ -127,24 +145,37 @@ class Sequence:
         if self.state is not None:
             self.state.begin(self.token_ids, self.cache_pos, size)
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int, origin: Origin = Origin.PREFILL) -> None:
         """`count` more tokens are in the cache; blocks that became full join the tree."""
         self.cache_pos += count
+        self.origins += bytearray([origin]) * count
         size = self._cache.block_size
-        if self.state is not None and self.cache_pos in self.state.wanted:
+        if self.state is not None and self.cache_pos in self.state.wanted and self.private_from is None:
             self.state.save(self.token_ids[: self.cache_pos], self.session_id)
         while self._cache.holds_kv and (len(self.nodes) + 1) * size <= self.cache_pos:
             index = len(self.nodes)
             key = tuple(self.token_ids[index * size : (index + 1) * size])
             parent = self.nodes[-1] if self.nodes else None
             block_id = self.block_table[index]
+            if self.private_from is not None and (index + 1) * size > self.private_from:
+                self.nodes.append(Node(block_id, key, parent, self.session_id, self.block_turns[index]))
+                continue
             node = self._cache.insert(parent, key, block_id, self.session_id, self.block_turns[index])
             if node.block_id != block_id:
                 self._cache.pool.add_ref(node.block_id)
                 self._cache.pool.release(block_id)
                 self.block_table[index] = node.block_id
                 self.block_turns[index] = node.turn_id
+                self.origins[index * size : (index + 1) * size] = bytearray([Origin.SHARED]) * size
             self.nodes.append(node)
+
+    def keep_private(self, position: int) -> None:
+        """Let nobody else take over what stands from `position` on. Full blocks from there on, which must be out of the
+        tree or on their way, become nodes of this sequence alone."""
+        self.private_from = position if self.private_from is None else min(position, self.private_from)
+        for index in range(self.tree_blocks, len(self.nodes)):
+            node, parent = self.nodes[index], self.nodes[index - 1] if index else None
+            self.nodes[index] = Node(self.block_table[index], node.key, parent, node.session_id, node.turn_id)
 
     def fork(self, session_id: str | None, token_count: int) -> Sequence:
         """A new sequence with the first `token_count` cached tokens, as `truncate` would keep them: full blocks and
@@ -152,7 +183,7 @@ class Sequence:
         twin = Sequence(self._cache, session_id)
         count = min(token_count, self.cache_pos)
         if self.state is not None and twin.state is not None:
-            if count == self.cache_pos:
+            if count == self.cache_pos and self.private_from is None:
                 self.state.save(self.token_ids[:count], self.session_id)
             count = twin.state.resume(self.token_ids, count)
         kept = -(-count // self._cache.block_size)
@@ -163,6 +194,9 @@ class Sequence:
         twin.nodes = self.nodes[: count // self._cache.block_size]
         twin.token_ids = self.token_ids[:count]
         twin.cache_pos = count
+        twin.origins = bytearray([Origin.SHARED]) * count
+        if self.private_from is not None and self.private_from < count:
+            twin.private_from = self.private_from
         if len(twin.nodes) < kept and self._cache.holds_kv:
             twin._own_last_block()
         return twin
@@ -172,7 +206,7 @@ class Sequence:
         is about to go."""
         passing = self.session_id is None and self._cache.holds_kv
         if self.state is not None and not passing:
-            self.state.park(self.token_ids[: self.cache_pos], self.session_id)
+            self.state.park(self.token_ids[: self.cache_pos], self.session_id, self.private_from is not None)
 
     def distrust_state(self) -> None:
         """A step failed and what it made of the live state is worth nothing; `truncate` then finds an earlier one."""
@@ -191,11 +225,13 @@ class Sequence:
             self.state.drop()
         self.nodes = []
         self.cache_pos = 0
+        self.origins.clear()
+        self.private_from = None
 
     def discard(self, kept: int) -> None:
         """Give every block back for good: what this turn computed past the first `kept` tokens leaves the tree too, as
         far as nobody else uses it."""
-        nodes = self.nodes[kept // self._cache.block_size :]
+        nodes = self.nodes[kept // self._cache.block_size : self.tree_blocks]
         self.release_blocks()
         self._cache.prune(nodes, self.turn_id)
 

@@ -52,8 +52,9 @@ class Snapshots:
             return
         try:
             held = self.load(session_id, loop.fingerprint())
-        except SnapshotRefused:
-            post(lambda: loop.keeper.lose(session_id, "snapshot"))
+        except SnapshotRefused as error:
+            sentence = str(error)
+            post(lambda: loop.keeper.lose(session_id, "snapshot", sentence))
             return
         if held is not None:
             post(lambda: self._adopt(session_id, held, displacing, loop))
@@ -75,7 +76,7 @@ class Snapshots:
         try:
             loop.adopt(session_id, held, displacing)
         except SnapshotRefused as error:
-            loop.keeper.lose(session_id, "snapshot")
+            loop.keeper.lose(session_id, "snapshot", str(error))
             self.refuse(session_id, str(error))
         except NoRoom:
             loop.keeper.lose(session_id, "evicted")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.debugging.loops import LoopDetector
 from engine.protocol import Miss, TurnStats
 
 TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -28,6 +29,8 @@ class TurnMeter:
     computed_tokens: int = 0
     generated_tokens: int = 0
     miss: Miss | None = None
+    loops: LoopDetector = field(default_factory=LoopDetector)
+    violation: str | None = None
 
     def admit(self, reused_tokens: int) -> None:
         """The first step of this turn is about to run; a preempted turn keeps its first numbers."""
@@ -61,8 +64,17 @@ class TurnMeter:
             decode_tokens_per_s=round((self.generated_tokens - 1) / decode_s, 3) if decode_s > 0 else None,
             finish_reason=finish_reason,
             seed=self.seed,
-            miss=self.miss,
+            loop=self.loops.loop,
+            miss=self._priced(),
+            violation=self.violation,
         )
+
+    def _priced(self) -> Miss | None:
+        """The miss with what it cost, once this turn's own speed is known."""
+        if self.miss is None or self.admitted is None or self.first_token is None or not self.computed_tokens:
+            return self.miss
+        per_token = (self.first_token - self.admitted) / self.computed_tokens
+        return replace(self.miss, ms_lost=round(1e3 * per_token * self.miss.tokens_lost, 3))
 
 
 class Histogram:

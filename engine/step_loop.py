@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from engine.beam_turn import BeamTurn, scoring_params
+from engine.debugging.invariants import InvariantLights, Violation
+from engine.debugging.loops import LoopDetector, word_test
+from engine.debugging.records import Records
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
@@ -18,13 +21,14 @@ from engine.kv_cache.checkpoints import StateCheckpoints
 from engine.kv_cache.compaction import compact, empty_slots, is_sparse
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
-from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob, TokenMeasure
 from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
 from engine.sampling.step import StepTokens
@@ -33,6 +37,9 @@ from engine.sequence import Sequence, common_prefix_len
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 from engine.turn import ActiveTurn, QueueStream
+
+Taken = tuple[Sequence, int, SampledLogprob | None, TokenMeasure | None]
+"""What was sampled for a sequence."""
 
 
 class StepLoop:
@@ -70,11 +77,14 @@ class StepLoop:
         )
         self.metrics: EngineMetrics = beside.metrics if beside is not None else EngineMetrics()
         self.jobs = Jobs()
+        self.records = Records()
+        self.lights = InvariantLights(self.prefix_cache)
         self._turns: dict[Sequence, ActiveTurn] = {}
         self._on_done: dict[str, Callable[[], None]] = {}
         self._last_beams: dict[str, list[dict[str, Any]]] = {}
         self._stopped: EngineStopped | None = None
         self._unchecked = False
+        self._is_word = word_test(parts.tokenizer.shown_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +150,8 @@ class StepLoop:
             sequence.release_blocks()
         self.prefix_cache.forget(session_id)
         self.keeper.forget(session_id)
+        self.records.forget(session_id)
+        self.lights.forget(session_id)
         self._unchecked = True
         self._last_beams.pop(session_id, None)
 
@@ -153,6 +165,10 @@ class StepLoop:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
         self.keeper.adopt(session_id, held, displacing)
+        sequence = self.scheduler.find(session_id)
+        if sequence is not None and self._restorer.compared:
+            self.records.spot_audited(sequence, self._restorer.compared, self._restorer.tolerance)
+            self._restorer.compared = []
 
     def adopt_prefix(self, held: HeldBlocks, displacing: bool) -> None:
         """Put blocks that belong to no session into the tree. Raises `SnapshotRefused` and `NoRoom`."""
@@ -184,7 +200,8 @@ class StepLoop:
         source = self.scheduler.find(session_id)
         if source is None or self.scheduler.find(new_session_id) is not None:
             return
-        count = common_prefix_len(source.token_ids[: source.cache_pos], token_ids)
+        usable = source.cache_pos if source.private_from is None else source.private_from
+        count = common_prefix_len(source.token_ids[:usable], token_ids)
         self.scheduler.finish(source.fork(new_session_id, count))
         self.keeper.turn_ended(new_session_id)
 
@@ -234,6 +251,7 @@ class StepLoop:
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
+        self._tell(self.lights.before(batch))
         sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
         states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
@@ -282,8 +300,8 @@ class StepLoop:
 
     def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
-        drawn = iter(zip(tokens.token_ids, tokens.logprobs, strict=True))
-        taken: list[tuple[Sequence, int, SampledLogprob | None]] = []
+        drawn = iter(zip(tokens.token_ids, tokens.logprobs, tokens.measures, strict=True))
+        taken: list[Taken] = []
         for item, finite in zip(batch.items, tokens.finite, strict=True):
             turn = self._turns.get(item.sequence)
             token = next(drawn) if item.wants_logits else None
@@ -292,23 +310,32 @@ class StepLoop:
             if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
                 continue
-            item.sequence.advance(item.count)
+            replied = item.start >= len(turn.request.prompt_ids)
+            item.sequence.advance(item.count, Origin.DECODE if replied else Origin.PREFILL)
             if token is not None:
                 taken.append((item.sequence, *token))
             else:
                 turn.report_prefill()
         self._take(taken)
+        self._tell(self.lights.after(batch, tokens.finite))
 
-    def _take(self, taken: SequenceOf[tuple[Sequence, int, SampledLogprob | None]]) -> None:
+    def _tell(self, broken: SequenceOf[tuple[Sequence, Violation]]) -> None:
+        """The first invariant that does not hold goes into the turn's numbers."""
+        for sequence, violation in broken:
+            turn = self._turns.get(sequence)
+            if turn is not None and turn.meter.violation is None:
+                turn.meter.violation = violation.sentence
+
+    def _take(self, taken: SequenceOf[Taken]) -> None:
         """What was sampled goes into the replies; beams choose once all of a turn have been run."""
-        for sequence, token_id, logprob in taken:
+        for sequence, token_id, logprob, measure in taken:
             turn = self._turns.get(sequence)
             if isinstance(turn, BeamTurn):
                 assert logprob is not None
                 turn.take_top(sequence, logprob.top)
             elif turn is not None:
                 self._count_token(turn)
-                self._end_if(turn, turn.accept(token_id, self._with_text(logprob)))
+                self._end_if(turn, turn.accept(token_id, self._with_text(logprob), measure))
         for turn in self._active():
             if isinstance(turn, BeamTurn) and turn.all_run:
                 self._count_token(turn)
@@ -352,14 +379,18 @@ class StepLoop:
             params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self.parts.vocab_size)
         meter = TurnMeter(request.session_id, len(request.prompt_ids), sampling.seed, submitted)
+        meter.loops = LoopDetector(self._is_word)
         max_tokens = effective_max_tokens(len(request.prompt_ids), self.parts.max_seq_len, request.params.max_tokens)
         detokenizer = Detokenizer(tokenizer, request.params.stop)
         shared = self.prefix_cache.shared(request.prompt_ids).count
         meter.miss = find_miss(sequence, request, tokenizer, shared, self.keeper.loss(request.session_id))
         cached = sequence.token_ids[: sequence.cache_pos]
+        if request.session_id is not None:
+            self.records.replaced(request.session_id, cached, request.prompt_ids)
         sequence.truncate(min(common_prefix_len(cached, request.prompt_ids), len(request.prompt_ids) - 1))
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
+        self.lights.begin(sequence)
         self._last_beams.pop(request.session_id or "", None)
         if request.beams.searches:
             return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)

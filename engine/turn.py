@@ -6,7 +6,16 @@ import queue
 from collections.abc import Callable, Iterator
 
 from engine.errors import KVScopeError
-from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
+from engine.protocol import (
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    PrefillProgress,
+    TokenDelta,
+    TokenLogprob,
+    TokenMeasure,
+)
 from engine.sampling.sampler import SamplingState
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import TurnMeter
@@ -76,14 +85,17 @@ class ActiveTurn:
     def report_prefill(self) -> None:
         self.stream.put(PrefillProgress(self.meter.stats(self.sequence.cache_pos)))
 
-    def accept(self, token_id: int, logprob: TokenLogprob | None) -> str | None:
+    def accept(self, token_id: int, logprob: TokenLogprob | None, measure: TokenMeasure | None = None) -> str | None:
         """Take one sampled token into the sequence and the text; the finish reason if the reply is over."""
         self.sequence.token_ids.append(token_id)
         if token_id in self._eos_ids:
             return "stop"
+        self.meter.loops.push(token_id)
         text = self._detokenizer.push(token_id)
         logprobs = () if logprob is None else (logprob,)
-        self.stream.put(TokenDelta((token_id,), text, logprobs, self.meter.stats(self.sequence.cache_pos)))
+        measures = () if measure is None else (measure,)
+        stats = self.meter.stats(self.sequence.cache_pos)
+        self.stream.put(TokenDelta((token_id,), text, logprobs, stats, measures))
         if self._detokenizer.stopped is not None:
             return "stop"
         if self.meter.generated_tokens >= self._max_tokens:

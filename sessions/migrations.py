@@ -118,7 +118,22 @@ def m002_full_text_search(db: Database) -> None:
     """)
 
 
-STEPS: tuple[Step, ...] = (m001_sessions_messages_turns, m002_full_text_search)
+def m003_token_measures(db: Database) -> None:
+    """What was measured of a reply's first tokens while they were sampled; `data` is as `rows.pack_measures` makes it.
+    `kv_format` is how the cache kept what the reply was sampled from.
+
+    A table of its own: a chat is read with all of its messages, and rarely with these.
+    """
+    db.executescript("""
+        CREATE TABLE token_measures (
+            message_id TEXT PRIMARY KEY REFERENCES messages(id) ON DELETE CASCADE,
+            kv_format TEXT NOT NULL,
+            data BLOB NOT NULL
+        );
+    """)
+
+
+STEPS: tuple[Step, ...] = (m001_sessions_messages_turns, m002_full_text_search, m003_token_measures)
 
 
 def check_owner(db: Database) -> None:

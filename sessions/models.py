@@ -81,6 +81,18 @@ class TurnRecord:
     created_at: str
 
 
+Measure = tuple[float, int, float, float]
+"""Of one token of a reply: its log probability, its rank, the entropy, the likeliest token's probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeasures:
+    """Of a reply's first tokens, measured while they were sampled from a cache in `kv_format`."""
+
+    kv_format: str
+    measures: tuple[Measure, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """The path from the first message to the head. `siblings[id]` are all versions of that message, oldest first."""

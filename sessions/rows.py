@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from sessions.checks import check_json, parse_json
-from sessions.models import Message, Session, TurnRecord
+from sessions.models import Measure, Message, Session, TurnRecord
 
 Row = Mapping[str, Any]
 MOST = 2**53
@@ -36,6 +37,19 @@ def unpack_ids(blob: bytes | None) -> tuple[int, ...] | None:
     if sys.byteorder == "big":
         packed.byteswap()
     return tuple(packed)
+
+
+_MEASURE = struct.Struct("<fiff")
+
+
+def pack_measures(measures: Sequence[Measure]) -> bytes:
+    """16 bytes per token: float32 but for the rank, an int32; little-endian."""
+    return b"".join(_MEASURE.pack(*item) for item in measures)
+
+
+def unpack_measures(blob: bytes) -> tuple[Measure, ...]:
+    """What `pack_measures` packed, in float32."""
+    return tuple(_MEASURE.iter_unpack(blob))
 
 
 def session_from(row: Row) -> Session:

@@ -22,9 +22,11 @@ from sessions.models import (
     INTERRUPTED,
     PARTIAL,
     Branch,
+    Measure,
     Message,
     Session,
     SessionSummary,
+    TokenMeasures,
     TurnRecord,
 )
 
@@ -286,6 +288,24 @@ class SessionStore:
         """Prompt and reply tokens of the newest turns of all sessions; turns without sound numbers are left out."""
         with self._database.read() as db:
             return rows.turn_lengths(db, limit)
+
+    # What was measured of a reply's tokens
+
+    def save_measures(self, message_id: str, kv_format: str, measures: Sequence[Measure]) -> None:
+        """Keep what was measured of a reply's first tokens, in place of what was there; it goes with the message."""
+        kv_format = checks.check_text("The KV format", kv_format, checks.MAX_LABEL)
+        packed = rows.pack_measures(measures[: checks.MAX_TOKENS])
+        with self._database.write() as db:
+            tree.find_message(db, message_id)
+            db.execute("INSERT OR REPLACE INTO token_measures VALUES (?, ?, ?)", [message_id, kv_format, packed])
+
+    def measures(self, message_id: str) -> TokenMeasures | None:
+        """What is kept of a reply's first tokens; None if nothing is."""
+        with self._database.read() as db:
+            tree.find_message(db, message_id)
+            sql = "SELECT kv_format, data FROM token_measures WHERE message_id = ?"
+            found = db.execute(sql, [message_id]).fetchone()
+            return None if found is None else TokenMeasures(found[0], rows.unpack_measures(found[1]))
 
     # Export and import
 

@@ -30,6 +30,8 @@ CONTROL = (
     "engine/kv_cache/sequence_state.py",
     "engine/kv_cache/integrity.py",
     "engine/kv_cache/compaction.py",
+    "engine/debugging/records.py",
+    "engine/debugging/invariants.py",
 )
 
 

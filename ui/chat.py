@@ -24,6 +24,7 @@ from sessions.errors import NotStored
 from sessions.models import DEFAULT_TITLE, FAILED, PARTIAL, Message, Session, TurnRecord
 from sessions.store import SessionStore
 from ui.api.params import parse_params
+from ui.price import ACTIONS, miss_cards, price
 from ui.prompt_plan import PromptPlan, PromptPlanner
 from ui.recorder import record
 from ui.turn import Turn
@@ -222,6 +223,40 @@ class ChatService:
         history = self._planner.history(session, self.store.branch(session_id).messages)
         return self.engine.compare_precision(PrecisionQuery(history, count, kv_format))
 
+    def prompt_of(self, reply: Message) -> tuple[int, ...]:
+        """Ids of the prompt that a stored reply answered, as it is rendered now.
+
+        Raises `ContextOverflow` and `NotFound` where it can't be any more.
+        """
+        session = self._session(reply.session_id)
+        path = self._path_to(reply.session_id, reply.parent_id)
+        return self._planner.plan(session, path, parse_params(_max_tokens(reply.params)), None).fitted.prompt.token_ids
+
+    def misses(self, session_id: str) -> list[dict[str, Any]]:
+        """Why cached tokens were dropped in the session's turns, newest first (`ui.price.miss_cards`)."""
+        return miss_cards(self.store.turns(self._session(session_id).id))
+
+    def price(
+        self, session_id: str, action: str, message_id: str | None = None, content: str | None = None
+    ) -> dict[str, Any]:
+        """What an act would have to compute if it were done now, and how long that takes; nothing is changed.
+
+        An edit is priced with the text it brings (default: the old one), an undo and a fork by what the next prompt
+        finds. Raises `InvalidRequest`, `NotFound` and `ContextOverflow` as the act itself would.
+        """
+        session = self._session(session_id)
+        turns = self.store.turns(session_id)
+        if action not in ACTIONS:
+            raise InvalidRequest(f"action must be one of {', '.join(ACTIONS)}.")
+        if action == "kv_format":
+            branch = self.store.branch(session_id).messages
+            return price(action, len(self._planner.history(session, branch)), 0, turns)
+        ids = self._ids_after(session, action, message_id, content)
+        reused = self.engine.cached_prefix(session_id, ids) if ids else 0
+        if action in ("undo", "fork"):  # no prompt yet: its last token counts once there is one
+            reused += reused == len(ids) - 1
+        return price(action, len(ids), reused, turns)
+
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""
         with self._lock:
@@ -232,6 +267,22 @@ class ChatService:
             turn.wait(2**62, timeout_s=10)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _ids_after(self, session: Session, action: str, message_id: str | None, content: str | None) -> tuple[int, ...]:
+        """The prompt that an act leads to, or what it leaves of the history."""
+        if action == "fork":
+            path = self._path_to(session.id, message_id or session.head_id)
+            return self._planner.history(session, path)
+        if action == "send":
+            _check_content(content or "")
+            path = self.store.branch(session.id).messages
+            return self._planner.plan(session, path, None, content).fitted.prompt.token_ids
+        user = self._user_message_of(session.id, message_id or session.head_id)
+        before = self._path_to(session.id, user.parent_id)
+        if action == "undo":
+            return self._planner.history(session, before)
+        text = user.content if content is None or action == "regenerate" else content
+        return self._planner.plan(session, before, None, text).fitted.prompt.token_ids
 
     @contextmanager
     def _claim(self, session_id: str) -> Iterator[Session]:
@@ -284,7 +335,7 @@ class ChatService:
             self._turn_over(session.id)
             turn.close(error)
             raise
-        record(self.store, turn, stream, self._planner.model_name, lambda: self._turn_over(session.id))
+        record(self.store, turn, stream, self._planner.made_by, lambda: self._turn_over(session.id))
         return turn
 
     def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: PromptPlan) -> str | None:
@@ -352,6 +403,12 @@ def _cached_then(last_turn: TurnRecord | None) -> int:
     """Tokens in the cache after the last turn; an imported chat may carry any numbers, or none."""
     count = last_turn.stats.get("cache_pos") if last_turn is not None else None
     return count if isinstance(count, int) and count > 0 else 0
+
+
+def _max_tokens(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The one setting that a prompt's length depends on: how much room the reply was given."""
+    value = params.get("max_tokens")
+    return {"max_tokens": value} if type(value) is int and value > 0 else {}
 
 
 def _check_content(content: str) -> None:

@@ -13,6 +13,7 @@ from engine.protocol import ChatMessage
 from engine.sampling.params import SamplingParams, check_vocabulary
 from sessions.models import Message, Session
 from ui.api.params import parse_params
+from ui.recorder import MadeBy
 
 REPLY_SHARE = 4
 """While older turns can still leave the prompt, up to 1 / REPLY_SHARE of the context is kept free for the reply."""
@@ -41,6 +42,11 @@ class PromptPlanner:
     @property
     def model_name(self) -> str:
         return str(self._engine.capabilities()["model"])
+
+    @property
+    def made_by(self) -> MadeBy:
+        known = self._engine.capabilities()
+        return MadeBy(str(known["model"]), str(known["kv_format"]))
 
     @property
     def context_limit(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 
 from engine.errors import KVScopeError, StorageFailed
@@ -23,16 +23,24 @@ RETRIES = 300
 log = logging.getLogger("kvscope.recorder")
 
 
-def record(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """What made a reply: the model's name, and how its cache keeps K and V."""
+
+    model: str
+    kv_format: str
+
+
+def record(store: SessionStore, turn: Turn, stream: EventStream, made_by: MadeBy, on_done: Callable[[], None]) -> None:
     """Start the thread that feeds `turn` and the store from `stream`; `on_done` runs once the reply is stored."""
     turn.attach(stream)
     thread = threading.Thread(
-        target=_run, args=(store, turn, stream, model, on_done), name=f"kvscope-turn-{turn.id[:8]}", daemon=True
+        target=_run, args=(store, turn, stream, made_by, on_done), name=f"kvscope-turn-{turn.id[:8]}", daemon=True
     )
     thread.start()
 
 
-def _run(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_done: Callable[[], None]) -> None:
+def _run(store: SessionStore, turn: Turn, stream: EventStream, made_by: MadeBy, on_done: Callable[[], None]) -> None:
     error: KVScopeError | None = None
     unstored: Callable[[], None] | None = None
     next_store = 0.0
@@ -47,7 +55,7 @@ def _run(store: SessionStore, turn: Turn, stream: EventStream, model: str, on_do
                 waited = time.monotonic() - began
                 next_store = began + waited + (WAIT_RATIO * waited if waited > SLOW_WRITE_S else 0.0)
             elif isinstance(event, Finished | Failed):
-                last = partial(_store_last, store, turn, event, model)
+                last = partial(_store_last, store, turn, event, made_by)
                 error = _try(last)
                 unstored = last if error else None
     finally:
@@ -69,9 +77,9 @@ def _keep_trying(action: Callable[[], None]) -> None:
             continue
 
 
-def _store_last(store: SessionStore, turn: Turn, event: Finished | Failed, model: str) -> None:
+def _store_last(store: SessionStore, turn: Turn, event: Finished | Failed, made_by: MadeBy) -> None:
     if isinstance(event, Finished):
-        _store_finished(store, turn, event, model)
+        _store_finished(store, turn, event, made_by)
     else:
         _store_failed(store, turn, event)
 
@@ -91,7 +99,7 @@ def _store_partial(store: SessionStore, turn: Turn) -> None:
     store.update_message(turn.message_id, content=view.text)
 
 
-def _store_finished(store: SessionStore, turn: Turn, event: Finished, model: str) -> None:
+def _store_finished(store: SessionStore, turn: Turn, event: Finished, made_by: MadeBy) -> None:
     store.update_message(
         turn.message_id,
         content=event.text,
@@ -99,7 +107,10 @@ def _store_finished(store: SessionStore, turn: Turn, event: Finished, model: str
         status=COMPLETE,
         finish_reason=event.stats.finish_reason,
     )
-    store.add_turn(turn.session_id, turn.message_id, model, asdict(event.stats))
+    store.add_turn(turn.session_id, turn.message_id, made_by.model, asdict(event.stats))
+    measures = turn.measures(event.token_ids)
+    if measures:
+        store.save_measures(turn.message_id, made_by.kv_format, [astuple(measure) for measure in measures])
 
 
 def _store_failed(store: SessionStore, turn: Turn, event: Failed) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from engine.errors import KVScopeError
-from engine.protocol import Event, EventStream, Failed, Finished, TokenDelta, TurnStats
+from engine.protocol import Event, EventStream, Failed, Finished, TokenDelta, TokenMeasure, TurnStats
+from engine.sequence import common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Turn:
         self._last: Failed | Finished | None = None
         self._text: list[str] = []
         self._ids: list[int] = []
+        self._measures: list[TokenMeasure] = []
         self._stats: TurnStats | None = None
         self._finished: Finished | None = None
         self._error: KVScopeError | None = None
@@ -89,6 +91,7 @@ class Turn:
             elif isinstance(event, TokenDelta):
                 self._text.append(event.text)
                 self._ids.extend(event.token_ids)
+                self._measures.extend(event.measures)
             self._stats = event.stats or self._stats
             self._notify()
 
@@ -100,6 +103,13 @@ class Turn:
             if self._last is not None:
                 self._events.append(self._last)
             self._notify()
+
+    def measures(self, token_ids: Sequence[int]) -> list[TokenMeasure]:
+        """Those of the reply's first tokens, as far as what was sampled is what stands in its history (`token_ids`)."""
+        with self._changed:
+            if len(self._measures) != len(self._ids):
+                return []
+            return self._measures[: common_prefix_len(self._ids, token_ids)]
 
     def view(self) -> TurnView:
         with self._changed:

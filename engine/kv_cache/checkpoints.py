@@ -78,6 +78,10 @@ class StateCheckpoints:
     def knows(self, token_ids: Sequence[int]) -> bool:
         return tuple(token_ids) in self._by_prefix
 
+    def lists(self, kept: Checkpoint) -> bool:
+        """Whether it is in the index, not merely held by sequences."""
+        return self._by_prefix.get(kept.token_ids) is kept
+
     def touch(self, kept: Checkpoint) -> None:
         self._clock += 1
         kept.last_used = self._clock

@@ -39,4 +39,6 @@ def compact(cache: PrefixCache, sequences: Iterable[Sequence]) -> int:
             node.block_id = moves.get(node.block_id, node.block_id)
         for sequence in sequences:
             sequence.block_table = [moves.get(block_id, block_id) for block_id in sequence.block_table]
+            for node, block_id in zip(sequence.nodes, sequence.block_table, strict=False):
+                node.block_id = block_id  # also of those that are not in the tree
     return len(moves)

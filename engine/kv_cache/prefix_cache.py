@@ -140,6 +140,14 @@ class PrefixCache:
                 return
             self._remove(node)
 
+    def expel(self, node: Node) -> None:
+        """Take a block and all below it out of the tree. Whoever has them in a sequence keeps them, as private ones."""
+        below = [node]
+        while below:
+            gone = below.pop()
+            below += gone.children.values()
+            self._remove(gone)
+
     def evictable_count(self) -> int:
         """Blocks that `evict` could free in all: unused ones with nothing but unused ones below them."""
         held: set[int] = set()

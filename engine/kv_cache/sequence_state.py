@@ -73,10 +73,12 @@ class SequenceState:
         try:
             live = self._checkpoints.allocate()
         except OutOfBlocks:
-            if self.held is None or slots.ref_count(self.held.slot) > 2:
+            listed = self.held is not None and self._checkpoints.lists(self.held)
+            if self.held is None or slots.ref_count(self.held.slot) > 1 + listed:
                 raise
             # Nobody else holds it and there is no room for a copy: go on in its own slot.
-            self._checkpoints.remove(self.held)
+            if listed:
+                self._checkpoints.remove(self.held)
             self.live, self.held = self.held.slot, None
         else:
             slots.pending_copies.append((CLEARED if self.held is None else self.held.slot, live))
@@ -95,12 +97,17 @@ class SequenceState:
         self._checkpoints.slots.pending_copies.append((self.live, slot))
         self._checkpoints.add(token_ids, slot, session_id)
 
-    def park(self, token_ids: Sequence[int], session_id: str | None) -> None:
-        """The turn is over: the live state, that after `token_ids`, turns into a checkpoint."""
+    def park(self, token_ids: Sequence[int], session_id: str | None, private: bool = False) -> None:
+        """The turn is over: the live state, that after `token_ids`, turns into a checkpoint; a `private` one is of no
+        use to anybody else."""
         if self.live is None:
             return
         if not token_ids:
             self.drop()
+            return
+        if private:
+            self.held = Checkpoint(tuple(token_ids), self.live, session_id)
+            self.live = None
             return
         self._checkpoints.slots.add_ref(self.live)
         self.hold(self._checkpoints.add(token_ids, self.live, session_id))

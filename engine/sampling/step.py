@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.protocol import TokenMeasure
+from engine.sampling.measure import measure
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 
 Forced = Sequence[int | None]
@@ -31,13 +33,14 @@ class StepOutput:
 
 
 class StepTokens:
-    """`finite`: a flag per sequence of the batch. `token_ids`, `logprobs`: an entry per row of logits, which means
-    nothing where the sequence is not finite."""
+    """`finite`: a flag per sequence of the batch. `token_ids`, `logprobs`, `measures`: an entry per row of logits,
+    which means nothing where the sequence is not finite; measures are None where logits are not on the host."""
 
     def __init__(self, finite: list[bool], rows: int) -> None:
         self.finite = finite
         self.token_ids = [0] * rows
         self.logprobs: list[SampledLogprob | None] = [None] * rows
+        self.measures: list[TokenMeasure | None] = [None] * rows
 
     def draw(self, rows: Sequence[int], output: StepOutput, requests: Sequence[SamplingState], forced: Forced) -> None:
         """Have these rows of logits drawn by the sampler in torch."""
@@ -48,6 +51,9 @@ class StepTokens:
         for row, token_id, logprob in zip(rows, sampled.token_ids, sampled.logprobs, strict=True):
             self.token_ids[row] = token_id
             self.logprobs[row] = logprob
+        if logits.device.type == "cpu":
+            for row, values in zip(rows, logits, strict=True):
+                self.measures[row] = measure(values, self.token_ids[row])
 
     def drop(self, sequences: Iterable[int]) -> None:
         """These are not finite."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+import app
 from engine.models.registry import load_model
 from sessions.store import SessionStore
 from tests.support.fake_engine import wait_until
@@ -68,7 +69,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["--nonsense"], ["--nonsense"]),
         (["--window", "5"], ["--window", "not available"]),
         (["--sinks", "4"], ["--sinks", "not available"]),
-        (["--allow-fault-injection"], ["--allow-fault-injection", "not available"]),
         (["--host", "0.0.0.0"], ["0.0.0.0", "--api-key"]),
         (["--host", "::"], ["--api-key"]),
         (["--host", "0.0.0.0", "--api-key", ""], ["key"]),
@@ -87,6 +87,14 @@ def test_bad_arguments_end_the_process(tmp_path):
     """As above, with what only the process shows: its exit code, and what else libraries say on the way."""
     assert_refused(run(tmp_path, "--port", "abc"), "--port", "abc")
     assert_refused(run(tmp_path, "--port", "0", "--model", "missing.gguf"), "missing.gguf")
+
+
+def test_damage_is_allowed_by_its_argument_alone():
+    parser = app.make_parser()
+    for arguments, allowed in (([], False), (["--allow-fault-injection"], True)):
+        options = parser.parse_args(arguments)
+        app.check_options(options)
+        assert app.engine_config(options).fault_injection is allowed
 
 
 def test_the_key_may_come_from_the_environment(run_here):

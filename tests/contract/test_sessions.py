@@ -85,7 +85,8 @@ def test_a_setting_is_not_changed_to_null(client, session_id, name):
 ROUTES = [
     ("GET", ""), ("PATCH", ""), ("DELETE", ""), ("POST", "/messages"), ("PUT", f"/messages/{UNKNOWN}"),
     ("POST", "/regenerate"), ("POST", "/undo"), ("POST", "/stop"), ("POST", "/fork"), ("GET", "/export"),
-    ("GET", "/export?format=md"), ("GET", "/cache"), ("GET", "/cache/probe"),
+    ("GET", "/export?format=md"), ("GET", "/cache"), ("GET", "/cache/probe"), ("POST", "/audit"), ("POST", "/repair"),
+    ("GET", "/misses"),
 ]  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_unknown_sessions_get_404_and_malformed_ids_400(client, method, route):
         assert_error(response, response.status_code)
 
 
-@pytest.mark.parametrize("route", ["/audit", "/diagnose", "/snapshot", "/unknown"])
+@pytest.mark.parametrize("route", ["/unknown", "/audit/now"])
 def test_routes_that_do_not_exist_get_404(client, session_id, route):
     assert_error(client.post(f"/api/sessions/{session_id}{route}"), 404)
     assert_error(client.get(f"/api/sessions/{session_id}{route}"), 404)
@@ -111,7 +112,6 @@ def test_wrong_methods_get_405(client, session_id):
     for method, path in (("PUT", "/api/sessions"), ("GET", "/v1/chat/completions"), ("POST", "/health"),
                          ("GET", f"/api/sessions/{session_id}/messages"), ("DELETE", "/metrics")):  # fmt: skip
         assert_error(client.request(method, path), 405)
-    assert_error(client.post("/api/debug/inject", json={}), 404)
 
 
 def test_a_message_is_answered_and_stored(client, engine, session_id):

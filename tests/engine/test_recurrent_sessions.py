@@ -199,8 +199,10 @@ def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, eng
             engine._call(lambda: state_of(engine, "s")[1, 0, 2, 3, 4].fill_(torch.nan))
     assert isinstance(events[-1], Failed) and isinstance(events[-1].error, NonFiniteValues)
     assert events[-1].stats.cache_pos == engine.inspect("s")["cache_pos"] == len(history) - 1
-    assert all(engine.inspect("s")["invariants"].values())
+    report = engine.inspect("s")
+    assert [name for name, holds in report["invariants"].items() if not holds] == ["values_finite"], "told until then"
     after = reply(engine, prompt, "s")
+    assert all(engine.inspect("s")["invariants"].values())
     assert after.stats.reused_tokens >= len(history) - 1
     assert_fresh(engine, kind, prompt, after)
     assert_fresh(engine, kind, OTHER, list(beside)[-1])

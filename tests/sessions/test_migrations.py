@@ -110,7 +110,8 @@ def numbered(number: int) -> migrations.Step:
 
 
 def test_connections_that_migrate_at_once_do_not_collide(tmp_path: Path) -> None:
-    steps = (*migrations.STEPS, *map(numbered, range(3, 23)))
+    numbers = range(len(NAMES) + 1, 23)
+    steps = (*migrations.STEPS, *map(numbered, numbers))
     for attempt in range(3):
         path = tmp_path / f"{attempt}.db"
         barrier = threading.Barrier(4)
@@ -130,7 +131,7 @@ def test_connections_that_migrate_at_once_do_not_collide(tmp_path: Path) -> None
             thread.join()
         assert sorted(done) == applied(path) == [step.__name__ for step in steps]
         with closing(sqlite3.connect(path)) as conn:
-            assert conn.execute("SELECT number FROM counted ORDER BY rowid").fetchall() == [(n,) for n in range(3, 23)]
+            assert conn.execute("SELECT number FROM counted ORDER BY rowid").fetchall() == [(n,) for n in numbers]
 
 
 def test_another_programs_database_is_refused_and_left_alone(path: Path) -> None:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, KVScopeError, NotFound
+from engine.debugging.tokens import check_query
+from engine.errors import (
+    Conflict,
+    ContextOverflow,
+    EngineStopped,
+    Forbidden,
+    InvalidRequest,
+    KVScopeError,
+    NotFound,
+    Stopped,
+)
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
+    DiagnoseQuery,
     Event,
     Failed,
+    FaultRequest,
     Finished,
     GenerateRequest,
     PrecisionQuery,
@@ -21,6 +33,7 @@ from engine.protocol import (
     ProbeQuery,
     TokenDelta,
     TokenLogprob,
+    TokenQuery,
 )
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
@@ -44,12 +57,15 @@ class FakeEngine:
         self.tokenizer = chat_tokenizer()
         self.delay_s, self.context, self.name = delay_s, context, name
         self.state = "ok"
+        self.fault_injection = False
+        self.faults: list[FaultRequest] = []
         self.fail_with: KVScopeError | None = None
         self.caches: dict[str | None, list[int]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
         self.prefixes: dict[str, dict[str, Any]] = {}
         self.requests: list[GenerateRequest] = []
         self.finished: list[str] = []
+        self.diagnosed: list[DiagnoseQuery] = []
         self.counters = EngineMetrics()
         self._busy: set[str] = set()
 
@@ -147,6 +163,45 @@ class FakeEngine:
             raise InvalidRequest("There is nothing in this session to compare yet.")
         return {"kv_format": query.kv_format or "fp16", "tokens": query.count, "of": len(query.token_ids)}
 
+    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
+        self._check()
+        numbers = {"logprob": -0.5, "rank": 1, "entropy": 1.5, "top1": 0.75, "top": []}
+        return [{**numbers, **place} for place in self.token_places(query)]
+
+    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
+        check_query(query)
+        first = len(query.prompt_ids) + query.start
+        stop = len(query.prompt_ids) + min(query.start + query.count, len(query.reply_ids))
+        return [{"block": p // BLOCK, "slot": p % BLOCK, "origin": "decode"} for p in range(first, stop)]
+
+    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        self._check()
+        self.diagnosed.append(query)
+        while self.delay_s and not query.cancelled():
+            time.sleep(self.delay_s)
+        if query.cancelled():
+            raise Stopped("The diagnosis was stopped.")
+        return {"loop": None, "verdict": "none", "evidence": [], "cure": None, "ms": 1.0}
+
+    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+        self._check()
+        return {
+            "verdict": "clean",
+            "faults": [],
+            "checked_tokens": len(self.caches.get(session_id, [])),
+            "of": positions,
+        }
+
+    def repair(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        return {"cut_tokens": 0, "recomputed_tokens": 0, "first_position": None, "sentence": "Nothing to repair."}
+
+    def inject(self, request: FaultRequest) -> dict[str, Any]:
+        if not self.fault_injection:
+            raise Forbidden("The cache may not be damaged on purpose.")
+        self.faults.append(request)
+        return {"session_id": request.session_id, "kind": request.kind}
+
     def memory(self) -> dict[str, Any]:
         self._check()
         return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
@@ -166,6 +221,8 @@ class FakeEngine:
             "device": "cpu",
             "max_seq_len": self.context,
             "block_size": BLOCK,
+            "kv_format": "fp16",
+            "kv_formats": ["fp32", "fp16", "int8", "int4"],
             "bytes_per_token": 1024,
             "vocab_size": size,
             "warnings": [],

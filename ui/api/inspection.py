@@ -46,17 +46,17 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
 
     @api.get("/api/sessions/{session_id}/cache")
     async def cache(session_id: str) -> Response:
-        session_id = await _known_session(chat, session_id)
+        session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.inspect, session_id))
 
     @api.post("/api/sessions/{session_id}/snapshot")
     async def write_snapshot(session_id: str) -> Response:
-        session_id = await _known_session(chat, session_id)
+        session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.snapshot, session_id))
 
     @api.get("/api/sessions/{session_id}/snapshot")
     async def snapshot(session_id: str) -> Response:
-        session_id = await _known_session(chat, session_id)
+        session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.snapshot_info, session_id))
 
     @api.get("/api/sessions/{session_id}/cache/probe")
@@ -69,7 +69,7 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
         count: int = 10,
         dims: int | None = None,
     ) -> Response:
-        session_id = await _known_session(chat, session_id)
+        session_id = await known_session(chat, session_id)
         query = ProbeQuery(tensor, layer, head, start, count, dims)
         positions = await asyncio.to_thread(chat.engine.probe, session_id, query)
         return Json({"session_id": session_id, "tensor": tensor, "layer": layer, "head": head, "positions": positions})
@@ -117,7 +117,8 @@ def _template(chat: ChatService) -> dict[str, Any]:
     return {"name": known["chat_template"], "names": known["chat_templates"]}
 
 
-async def _known_session(chat: ChatService, session_id: str) -> str:
+async def known_session(chat: ChatService, session_id: str) -> str:
+    """The id as it is stored. Raises `InvalidRequest` and `NotFound`."""
     session_id = checked_uuid(session_id)
     try:
         await asyncio.to_thread(chat.store.get, session_id)

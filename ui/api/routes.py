@@ -8,6 +8,8 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ui.api.audits import add_audit_routes
+from ui.api.debugging import add_debugging_routes
 from ui.api.errors import error_response, install_error_handlers
 from ui.api.frozen import add_frozen_routes
 from ui.api.inspection import add_inspection_routes, add_token_routes
@@ -28,7 +30,9 @@ def build_api(chat: ChatService, models_on_disk: Callable[[], list[str]] = list)
     add_session_routes(api, chat)
     add_inspection_routes(api, chat)
     add_measure_routes(api, chat)
+    add_audit_routes(api, chat)
     add_frozen_routes(api, chat)
+    add_debugging_routes(api, chat)
     api.add_middleware(_ApiFence, routes=api.router.routes)
     return api
 

@@ -1,0 +1,106 @@
+"""Runs a session's ids again beside it: what its K, V, state and logits should be, and how much rounding may do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import build_metadata
+from engine.debugging.rows import StoredRows, put_rows, read_rows
+from engine.jobs import Slices
+from engine.kv_cache.block_pool import OutOfBlocks
+from engine.loader import EngineParts
+from engine.replay import Replay
+from engine.scheduler import ScheduledBatch, ScheduledItem
+from engine.sequence import Sequence
+from engine.step_loop import StepLoop
+
+DECODED = 16
+"""Last tokens that the second prefill runs one by one, as replies are made."""
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """K and V of all positions (None without attention layers), the recurrent state behind them (None without such
+    layers) and float32 logits [V] after one token more, None where they weren't wanted."""
+
+    rows: StoredRows | None
+    state: State | None
+    logits: Tensor | None
+
+
+def computed(
+    parts: EngineParts, ids: SequenceOf[int], chunk: int, following: int | None = None, decoded: int = 0
+) -> Slices[Run]:
+    """Run ids on a cache like the live one, `chunk` tokens a step and the last `decoded` one by one."""
+    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance)
+    split = max(len(ids) - decoded, 0)
+    for part, step in ((ids[:split], chunk), (ids[split:], 1)):
+        if part:
+            yield from replay.slices(part, 1, step)
+            yield
+    rows = read_rows(replay.cache, replay.sequence, len(ids)) if parts.cache.spec.num_layers else None
+    state = replay.state()
+    logits = None
+    if following is not None:
+        logits = (yield from replay.slices([following], 1, 1))[-1].cpu()
+    return Run(rows, state, logits)
+
+
+def continued(parts: EngineParts, ids: SequenceOf[int], rows: StoredRows, start: int) -> Slices[StoredRows]:
+    """K and V as the model makes them of `ids` from `start` on if it goes on from stored rows. Needs attention only."""
+    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance)
+    replay.sequence.set_tokens(ids[:start])
+    replay.sequence.reserve(start)
+    if start:
+        put_rows(replay.cache, replay.sequence, StoredRows(rows.format, start, rows.tensors, rows.balance))
+        replay.sequence.advance(start)
+    yield from replay.slices(ids[start:], 1, parts.limits.mixed_batch_tokens)
+    return read_rows(replay.cache, replay.sequence, len(ids))
+
+
+def live(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Run:
+    """What is stored of an idle session now; its logits where there is a free block, and slot, to run one token in."""
+    loop.runner.sync_blocks()
+    count = sequence.cache_pos
+    rows = read_rows(parts.cache, sequence, count) if parts.cache.spec.num_layers else None
+    return Run(rows, _live_state(parts, sequence), _live_logits(loop, parts, sequence, following))
+
+
+def _live_state(parts: EngineParts, sequence: Sequence) -> State | None:
+    if sequence.state is None or sequence.state.held is None or parts.states is None:
+        return None
+    return parts.states.export_state(sequence.state.held.slot)
+
+
+def _live_logits(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Tensor | None:
+    """On a fork, so that the session keeps its blocks and its state as they are; nobody loses a block for it."""
+    checkpoints = loop.prefix_cache.checkpoints
+    if (loop.prefix_cache.holds_kv and loop.prefix_cache.pool.free_count < 2) or (
+        checkpoints is not None and not checkpoints.slots.free_count
+    ):
+        return None
+    twin = sequence.fork(None, sequence.cache_pos)
+    try:
+        if twin.cache_pos < sequence.cache_pos:
+            return None
+        twin.set_tokens([*sequence.token_ids[: sequence.cache_pos], following])
+        twin.reserve(len(twin.token_ids))
+        loop.runner.sync_blocks()
+        batch = ScheduledBatch((ScheduledItem(twin, twin.cache_pos, 1, True),))
+        ids, meta = build_metadata(batch, parts.cache.spec.block_size, parts.model.device)
+        hidden = parts.model.hidden_states(ids, parts.cache, meta, parts.states)
+        return parts.model.head(hidden)[-1].cpu()
+    except OutOfBlocks:
+        return None
+    finally:
+        twin.release_blocks()
+
+
+def relative(value: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of what is right; NaN where a value is not finite."""
+    return float((value.float() - right.float()).norm() / torch.clamp(right.float().norm(), min=1e-12))

@@ -1,0 +1,91 @@
+"""The token table: what the model thought of each token of a reply, and where the token's K and V lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.debugging.replays import KeptAs, check_room, follow
+from engine.errors import InvalidRequest
+from engine.jobs import Slices
+from engine.kv_cache.origin import Origin
+from engine.loader import EngineParts
+from engine.protocol import TokenQuery
+from engine.sampling.measure import measure
+from engine.sampling.params import check_whole
+from engine.sequence import Sequence as EngineSequence
+from engine.sequence import common_prefix_len
+from engine.step_loop import StepLoop
+
+MAX_COUNT = 256
+ALTERNATIVES = 5
+
+
+def check_query(query: TokenQuery) -> None:
+    """Raises `InvalidRequest`."""
+    check_whole("start", query.start, 0, 2**31 - 1)
+    check_whole("count", query.count, 1, MAX_COUNT)
+    if not query.prompt_ids:
+        raise InvalidRequest("The prompt of this reply can't be rendered any more.")
+
+
+def token_rows(parts: EngineParts, query: TokenQuery) -> Slices[list[dict[str, Any]]]:
+    """`{logprob, rank, entropy, top1, top}` of tokens `start : start + count`, from one replay in the cache's format.
+
+    `top` are the `ALTERNATIVES` likeliest tokens, `{token_id, token, logprob}`, the token itself among them if it is
+    one. All under the model itself, before penalties, temperature and filters.
+    """
+    reply = query.reply_ids[: query.start + query.count]
+    check_room(parts, len(query.prompt_ids) + len(reply))
+    rows: list[dict[str, Any]] = []
+
+    def take(index: int, logits: Tensor) -> None:
+        if index >= query.start:
+            rows.append(_row(parts, logits, reply[index]))
+
+    if len(reply) > query.start:
+        yield from follow(parts, KeptAs(parts.cache.spec, parts.cache.balance), query.prompt_ids, reply, take)
+    return rows
+
+
+def _row(parts: EngineParts, logits: Tensor, token_id: int) -> dict[str, Any]:
+    found = measure(logits.float().cpu(), token_id)
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    best = torch.topk(logprobs, min(ALTERNATIVES, len(logprobs)))
+    top = [
+        {"token_id": other, "token": parts.tokenizer.token_text(other), "logprob": round(value, 6)}
+        for other, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return {**rounded(found.logprob, found.rank, found.entropy, found.top1), "top": top}
+
+
+def rounded(logprob: float, rank: int, entropy: float, top1: float) -> dict[str, Any]:
+    """The fields of a measure as the table shows them."""
+    return {"logprob": round(logprob, 6), "rank": rank, "entropy": round(entropy, 6), "top1": round(top1, 6)}
+
+
+def places(loop: StepLoop, query: TokenQuery) -> list[dict[str, Any]]:
+    """`{block, slot, origin}` of the same tokens; all None where the session's cache does not hold them now.
+
+    `slot` is the place within the block. A cached position counts only if all ids up to it are those of the reply.
+    """
+    sequence = loop.scheduler.find(query.session_id)
+    end = min(query.start + query.count, len(query.reply_ids))
+    first, stop = len(query.prompt_ids) + query.start, len(query.prompt_ids) + end
+    held = 0 if sequence is None else _held(sequence, (*query.prompt_ids, *query.reply_ids[:end]))
+    nowhere: dict[str, Any] = {"block": None, "slot": None, "origin": None}
+    return [_place(sequence, p) if sequence is not None and p < held else nowhere for p in range(first, stop)]
+
+
+def _held(sequence: EngineSequence, history: Sequence[int]) -> int:
+    cached = sequence.token_ids[: sequence.cache_pos]
+    return common_prefix_len(cached, history)
+
+
+def _place(sequence: EngineSequence, position: int) -> dict[str, Any]:
+    index, slot = divmod(position, sequence.block_size)
+    block = sequence.block_table[index] if sequence.block_table else None
+    return {"block": block, "slot": slot, "origin": Origin(sequence.origins[position]).name.lower()}

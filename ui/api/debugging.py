@@ -1,0 +1,59 @@
+"""Routes of the debugging view: the tokens of a reply, and whose fault a loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from engine.protocol import TokenQuery
+from ui.api.bodies import Json, checked_uuid, optional, read_object
+from ui.chat import ChatService
+from ui.debugging import Debugging
+
+SHOWN = TokenQuery("", (), ()).count
+LOOK_S = 0.5
+"""Between two looks whether the client is still there."""
+
+
+def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
+    debugging = Debugging(chat, getattr(chat.engine, "audit", None))
+
+    @api.get("/api/sessions/{session_id}/tokens")
+    async def tokens(
+        session_id: str,
+        message_id: str | None = None,
+        start: int = 0,
+        count: int = SHOWN,
+        alternatives: bool = True,
+    ) -> Response:
+        session_id, message_id = _ids(session_id, message_id)
+        return Json(await asyncio.to_thread(debugging.tokens, session_id, message_id, start, count, alternatives))
+
+    @api.post("/api/sessions/{session_id}/diagnose")
+    async def diagnose(session_id: str, request: Request) -> Response:
+        body = await read_object(request, may_be_empty=True)
+        session_id, message_id = _ids(session_id, body.get("message_id"))
+        max_tokens = optional(body, "max_tokens", int)
+        gone = threading.Event()
+        work = asyncio.create_task(
+            asyncio.to_thread(debugging.diagnose, session_id, message_id, max_tokens, gone.is_set)
+        )
+        try:
+            while not (await asyncio.wait([work], timeout=LOOK_S))[0]:
+                if await request.is_disconnected():
+                    gone.set()
+            return Json(await work)
+        finally:
+            gone.set()
+
+    @api.post("/api/sessions/{session_id}/diagnose/stop")
+    async def stop(session_id: str) -> Response:
+        return Json({"stopped": debugging.stop(checked_uuid(session_id))})
+
+
+def _ids(session_id: str, message_id: Any) -> tuple[str, str | None]:
+    return checked_uuid(session_id), None if message_id is None else checked_uuid(message_id, "message")
