@@ -131,6 +131,8 @@ def assemble(
         raise ConfigError(f"The KV budget does not hold one state of {human_bytes(state.nbytes)}; raise --kv-budget.")
     max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
     cache = KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks)
+    with torch.inference_mode():
+        format_warnings = run_through(calibration(model, cache, tokenizer, max_seq_len))
     return EngineParts(
         model=model,
         cache=cache,
@@ -143,7 +145,7 @@ def assemble(
         warnings=(
             *tokenizer.warnings,
             *model.warnings,
-            *run_through(calibration(model, cache, tokenizer, max_seq_len)),
+            *format_warnings,
         ),
         states=SSMStatePool(state, model.device) if state is not None else None,
         state_slots=state_slots,

@@ -127,13 +127,13 @@ def changed_params(params: SamplingParams, changes: Mapping[str, Any]) -> Sampli
 
 
 def cure(verdict: str, params: Mapping[str, Any] | None = None, kv_format: str | None = None) -> dict[str, Any] | None:
-    """`{params | kv_format | repair, sentence}`; None where nothing was found to help."""
+    """`{params | repair, sentence}`; None where nothing was found to help."""
     if verdict == "cache":
         return {"repair": True, "sentence": "Compute the cache again from the first bad position; the text stays."}
     if verdict == "precision" and kv_format is not None:
         return {
-            "kv_format": kv_format,
-            "sentence": f"Keep the cache in {kv_format}: start with --kv-format {kv_format}.",
+            "params": {"kv_format": kv_format},
+            "sentence": f"Keep this chat's cache in {kv_format} and regenerate the reply.",
         }
     if verdict in ("sampler", "model") and params:
         shown = ", ".join(f"{name} {value}" for name, value in params.items())

@@ -158,7 +158,7 @@ def test_a_loop_that_a_float32_cache_does_not_have_is_the_precisions_fault():
     finally:
         engine.close()
     evidence = by_run(found)
-    assert found["verdict"] == "precision" and found["cure"]["kv_format"] == "fp16"
+    assert found["verdict"] == "precision" and found["cure"]["params"]["kv_format"] == "fp16"
     assert evidence["fp32"]["mean_kl"] > 0.02 and evidence["fp32"]["looped"] == evidence["fp16"]["looped"] == 0
     assert evidence["fresh"]["looped"] >= 1 and evidence["measures"]["first"] is None
 

@@ -57,7 +57,7 @@ def test_each_position_says_where_it_came_from():
         # Another session takes full blocks over; the reply becomes part of a prompt there.
         other, longer = str(uuid.uuid4()), (*prompt, *ids[:20], 7, 8, 9)
         said(engine, longer, other, replace(SAMPLED, max_tokens=2))
-        sequence = engine._loop.scheduler.find(other)
+        sequence = engine._steps().scheduler.find(other)
         full = (len(prompt) + 20) // 4 * 4
         assert list(sequence.origins[:full]) == [Origin.SHARED] * full
         assert set(sequence.origins[full : len(longer)]) == {Origin.PREFILL}
@@ -105,7 +105,7 @@ def test_origins_keep_up_with_every_act(tmp_path):
         chat.send(twin.id, "And here?")
         chat.service.undo(session.id)
         chat.send(session.id, "Another way")
-        for sequence in chat.engine._loop.scheduler.sequences():
+        for sequence in chat.engine._steps().scheduler.sequences():
             assert len(sequence.origins) == sequence.cache_pos > 0
 
 

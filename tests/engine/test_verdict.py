@@ -61,6 +61,6 @@ def test_live_numbers_beside_fresh_ones():
 
 def test_each_verdict_has_its_cure():
     assert cure("cache")["repair"] is True
-    assert cure("precision", kv_format="fp16")["kv_format"] == "fp16"
+    assert cure("precision", kv_format="fp16")["params"]["kv_format"] == "fp16"
     assert cure("sampler", {"temperature": 0.7})["params"] == {"temperature": 0.7}
     assert cure("model", {}) is None and cure("none") is None
