@@ -76,7 +76,7 @@ def calibration_slices(
     expected = yield from exact.slices(token_ids, count, chunk)
     candidates: list[Tensor | None] = [None]
     if cache.spec.format.has_scales:
-        keys, values = exact.cache.read_tokens(exact.sequence.block_table, 0, count)
+        keys, values = exact.cache.read_tokens(exact.sequence.block_tables, 0, count)
         candidates = [balance_constants(keys, values, evenness) for evenness in EVENNESS]
     losses: list[PrecisionLoss] = []
     for balance in candidates:

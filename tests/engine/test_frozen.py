@@ -100,7 +100,7 @@ def test_two_sessions_share_its_blocks(tmp_path: Path, frozen: dict[str, Any]) -
         def owners() -> set[tuple[int, str | None]]:
             cache = engine._steps().prefix_cache
             path = cache.match(prompt_of(engine))[: frozen["tokens"] // BLOCK]
-            return {(cache.pool.ref_count(node.block_id), node.session_id) for node in path}
+            return {(cache.pool.ref_count(node.block_ids[0]), node.session_id) for node in path}
 
         assert engine._call(owners) == {(3, None)}
         engine.release(A)
