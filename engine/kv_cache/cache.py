@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.kv_cache.spec import KVCacheSpec
 from kernels.dispatch import operations
 from kernels.kv_format import fill_extent_table
+from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
 EXTENT_BYTES = 32 * 2**20
@@ -58,6 +59,14 @@ class KVCache:
     @property
     def kv_format(self) -> str:
         return self.spec.kv_format
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.spec.groups
+
+    @property
+    def places(self) -> tuple[LayerPlace, ...]:
+        return self.spec.places
 
     @property
     def capacity_blocks(self) -> int:

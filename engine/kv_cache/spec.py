@@ -5,17 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.kv_format import KVFormat
+from kernels.layer_groups import LayerGroup as LayerGroup
+from kernels.layer_groups import LayerPlace as LayerPlace
+from kernels.layer_groups import default_places
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one token costs: K and V of every layer for `num_kv_heads` heads, kept as `format` says."""
+    """What a block holds: K and V of `num_layers` stores for `num_kv_heads` heads, kept as `format` says.
+
+    `places` has one entry for each layer of the model that attends: the group whose block tables it uses and its store
+    in their blocks. Layers at one place share K and V. The defaults are one group that sees all positions, with a store
+    for each layer.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     format: KVFormat
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
+    places: tuple[LayerPlace, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a place outside groups and stores."""
+        if not self.places:
+            object.__setattr__(self, "places", default_places(self.num_layers))
+        if not all(0 <= p.group < len(self.groups) and 0 <= p.store < self.num_layers for p in self.places):
+            raise ValueError("a layer's place must name one of the groups and one of the stores")
 
     @property
     def kv_format(self) -> str:
