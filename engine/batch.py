@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """All that model and kernels know of a batch of S sequences with T tokens in all, tokens of a sequence adjacent.
 
+    The cache keeps K and V of G groups of layers, each with block tables of its own (`KVCacheSpec.groups`).
+
     positions     int64 [T]           position of each token in its sequence
-    slot_mapping  int64 [T]           slot (block_id * block_size + offset) that takes the token's K and V
-    block_tables  int32 [S, blocks]   padded with the null block 0
+    slot_mapping  int64 [G, T]        slot (block_id * block_size + offset) that takes the token's K and V
+    block_tables  int32 [G, S, blocks]  by position // block_size; the null block 0 where a group holds none
     context_lens  int32 [S]           tokens in the cache once this step's tokens are stored
     cu_seqlens_q  int32 [S + 1]       prefix sums of the sequences' token counts
     logit_rows    int64 [N]           rows of the flat batch whose logits are wanted
@@ -76,8 +78,8 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
 
     meta = AttentionMetadata(
         positions=tensor(positions),
-        slot_mapping=tensor(slots),
-        block_tables=tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
+        slot_mapping=tensor(slots)[None],
+        block_tables=tensor([table + [0] * (width - len(table)) for table in tables], torch.int32)[None],
         context_lens=tensor(context_lens, torch.int32),
         cu_seqlens_q=tensor(cu_seqlens, torch.int32),
         logit_rows=tensor(logit_rows),

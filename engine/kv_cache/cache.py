@@ -12,6 +12,7 @@ from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
 from kernels.dispatch import operations
 from kernels.kv_format import fill_extent_table
+from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
 EXTENT_BYTES = 32 * 2**20
@@ -60,6 +61,14 @@ class KVCache:
     @property
     def kv_format(self) -> str:
         return self.spec.kv_format
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.spec.groups
+
+    @property
+    def places(self) -> tuple[LayerPlace, ...]:
+        return self.spec.places
 
     @property
     def capacity_blocks(self) -> int:

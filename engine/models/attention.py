@@ -61,4 +61,4 @@ class Attention:
             keys.copy_(ops.rms_norm(keys, self.k_norm, config.rms_norm_eps))
         ops.rotary(turned[..., : config.rotary_dim], step.cos, step.sin)
         ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
-        return self.o(ops.attention(step.plan, self.layer, queries, config.head_dim**-0.5))
+        return self.o(ops.attention(step.plan, self.layer, queries, config.head_dim**-0.5, None))

@@ -117,7 +117,7 @@ class FusedLayers:
             meta.slot_mapping.data_ptr(),
             sequences.ctypes.data,
             tables.data_ptr(),
-            tables.shape[1],
+            tables.shape[2],
         )
         scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
         fmt, balance = KV_FORMATS[store.kv_format], store.balance

@@ -31,8 +31,8 @@ def make_metadata(
     width = max(len(table) for table in tables)
     return AttentionMetadata(
         positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+        slot_mapping=torch.tensor([slots]),
+        block_tables=torch.tensor([[table + [0] * (width - len(table)) for table in tables]], dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
         logit_rows=torch.arange(len(positions)),
