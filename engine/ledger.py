@@ -74,7 +74,7 @@ def _by_session(loop: StepLoop, parts: EngineParts, on_disk: Mapping[str, int]) 
 def used_bytes(sequence: Sequence, spec: KVCacheSpec) -> int:
     """Of the positions whose K and V each group of layers holds."""
     held = sum(sequence.blocks.held_tokens(group, sequence.cache_pos) for group in range(len(sequence.block_tables)))
-    return held * (spec.block_bytes // spec.block_size)
+    return held * spec.group_bytes_per_token
 
 
 def _ram_figures() -> dict[str, int]:

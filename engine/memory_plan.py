@@ -48,7 +48,8 @@ class MemoryPlan:
     """What a model needs for one sequence of `max_seq_len` tokens, and what there is.
 
     `kv_bytes_per_token` is what the newest token takes in all layers; those with a window give up as much for it once
-    they are full. `state_budget` is the part of `kv_budget` that recurrent states may take, with the checkpoints of earlier turns.
+    they are full. `state_budget` is the part of `kv_budget` that recurrent states may take, with the checkpoints of
+    earlier turns.
     """
 
     weights: int

@@ -123,6 +123,8 @@ class Scheduler:
     def _prefills(self, budget: int, alone: bool) -> list[ScheduledItem]:
         """`alone`: nothing else runs in this step, so that one of them must."""
         items: list[ScheduledItem] = []
+        if self.waiting and self._cache.windows.any:
+            self.waiting[0].adopt_prefix()  # before a window that another sequence has held for it moves on
         for sequence in [seq for seq in self.running if seq.remaining > 1]:
             if sequence.status is not Status.RUNNING:
                 continue

@@ -138,9 +138,11 @@ class Sequence:
 
     def begin_turn(self) -> None:
         """A prompt is about to be run. The windows before what is new in it, and before the reply, will be kept; those
-        of the turn before no longer."""
+        of the turn before no longer, unless this one takes its place."""
         self._stops.clear()
-        self.blocks.keep_for((self.cache_pos, len(self.token_ids) - 1), self.cache_pos, self.nodes)
+        before = self.blocks.anchors or (self.cache_pos, -1)
+        start = before[0] if before[0] <= self.cache_pos <= before[-1] else self.cache_pos
+        self.blocks.keep_for((start, len(self.token_ids) - 1), self.cache_pos, self.nodes)
 
     def drop_spare(self) -> bool:
         """Give up what is held only for going back; False if that is nothing."""

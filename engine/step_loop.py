@@ -207,9 +207,9 @@ class StepLoop:
 
     def empty_bytes(self) -> int:
         """Bytes of the cache that are allocated and hold no token."""
-        cache, size = self.runner.cache, self.prefix_cache.block_size
+        cache = self.runner.cache
         slots = empty_slots(self.prefix_cache, self.scheduler.sequences(), cache.capacity_blocks)
-        return slots * (cache.spec.block_bytes // size)
+        return slots * cache.spec.group_bytes_per_token
 
     def check_integrity(self) -> None:
         scheduled = dict.fromkeys(self.scheduler.sequences())

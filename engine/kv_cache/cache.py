@@ -21,7 +21,7 @@ BlockTables = Sequence[Sequence[int]]
 
 def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
     """About `EXTENT_BYTES`, so that a whole number of extents is one full context: what is planned is allocated."""
-    blocks = -(-context_tokens // spec.block_size) + 1
+    blocks = spec.windows.blocks(context_tokens, 1) + 1
     count = max(1, round(blocks * spec.block_bytes / EXTENT_BYTES))
     return -(-blocks // count) * spec.block_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.kv_cache.window import Windows
 from kernels.kv_format import KVFormat
 from kernels.layer_groups import LayerGroup as LayerGroup
 from kernels.layer_groups import LayerPlace as LayerPlace
@@ -40,13 +41,23 @@ class KVCacheSpec:
         return self.format.name
 
     @property
-    def bytes_per_token(self) -> int:
-        """With the scales, where the format has them."""
+    def windows(self) -> Windows:
+        """Which blocks each group needs; no groups where nothing attends."""
+        return Windows(self.groups if self.num_layers else (), self.block_size)
+
+    @property
+    def group_bytes_per_token(self) -> int:
+        """In one group, with the scales where the format has them."""
         return self.num_layers * self.num_kv_heads * self.format.bytes_per_head(self.head_dim)
 
     @property
+    def bytes_per_token(self) -> int:
+        """What a token takes in all groups, as long as those with a window hold it."""
+        return len(self.groups) * self.group_bytes_per_token
+
+    @property
     def block_bytes(self) -> int:
-        return self.bytes_per_token * self.block_size
+        return self.group_bytes_per_token * self.block_size
 
     @property
     def block_shape(self) -> tuple[int, ...]:

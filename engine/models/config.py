@@ -94,6 +94,11 @@ class ModelConfig:
         return self.num_layers - len(self.ssm_layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What each layer that attends sees of the past, in tokens with the newest; None: all."""
+        return (self.sliding_window,) * self.num_attention_layers
+
+    @property
     def rotary_dim(self) -> int:
         """Leading channels of each head that are rotated."""
         return int(self.head_dim * self.rope.partial)
