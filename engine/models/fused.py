@@ -50,6 +50,7 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
         kv_heads=config.num_kv_heads,
         eps=config.rms_norm_eps,
         rope_scale=weights.ropes[0].scale,
+        scale=config.attention_scale,
     )
 
 
