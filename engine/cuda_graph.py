@@ -44,7 +44,7 @@ class GraphTail(Protocol):
 
 
 class StaticBatch:
-    """The inputs of a decode step of `rows` sequences, one token each, at addresses that stay, of `groups`."""
+    """The inputs of a decode step of `rows` sequences, one token each, at addresses that stay; tables for `groups`."""
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
         self.rows = rows

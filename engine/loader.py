@@ -96,7 +96,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     device = pick_device(config.device)
     source = resolve(config.model, config.data_dir)
     tokenizer = ChatTokenizer.from_source(source, config.chat_template)
-    model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
+    model = load_model(source.path, device, config.dtype)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
     return assemble(config, model, tokenizer, source.name, weights_identity(source.path))

@@ -48,4 +48,5 @@ def default_places(count: int) -> tuple[LayerPlace, ...]:
 
 def owners(places: Sequence[LayerPlace]) -> tuple[int, ...]:
     """For each layer the first one at its place: that one stores K and V, the others read them."""
-    return tuple(places.index(place) for place in places)
+    first: dict[LayerPlace, int] = {}
+    return tuple(first.setdefault(place, layer) for layer, place in enumerate(places))

@@ -22,6 +22,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 n] -> gelu(gate) * up [T, n], with the tanh form of gelu."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate heads [T, n, D] in place. cos, sin: [T, 1, D], the first half of sin negated (see `rotary_tables`)."""
     turned = torch.roll(heads, heads.shape[-1] // 2, dims=-1)
