@@ -13,9 +13,10 @@ import numpy as np
 
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.attention import angles, attend, attention, combine, store
+from kernels.cpu.attention import attend, attention, combine
 from kernels.cpu.compile import compiled
 from kernels.cpu.product import block_sums, finished, gated, norm, product, task_count, wait
+from kernels.cpu.store import angles, store
 
 FUNCTIONS = np.zeros(rec.FUNCTION_WORDS, np.int64)
 """What `rec.FUNCTIONS` points to."""
