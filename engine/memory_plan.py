@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
@@ -128,6 +130,16 @@ def blocks_to_tokens(
         middle = (low + high) // 2
         low, high = (middle, high) if windows.blocks(middle * block_size, 1) <= blocks else (low, middle)
     return low * block_size
+
+
+def session_bytes(tokens: int, capabilities: Mapping[str, Any]) -> int:
+    """K and V of one session of so many tokens, in whole blocks, in an engine with these capabilities."""
+    kinds = capabilities["groups"]
+    if not kinds:
+        return 0
+    size = capabilities["block_size"]
+    windows = Windows(tuple(LayerGroup(kind["window"], kind["sinks"]) for kind in kinds), size)
+    return windows.blocks(tokens, 1) * size * (capabilities["bytes_per_token"] // len(kinds))
 
 
 def split_budget(budget: int, block_bytes: int, state_bytes: int, sequences: int) -> tuple[int, int]:

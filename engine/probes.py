@@ -61,7 +61,8 @@ def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | 
 
     Where it is large, a format with one scale for both, or few bits at all, costs more.
     """
-    count = min(sequence.cache_pos, RATIO_TOKENS)
+    windows = [group.window for group in parts.cache.spec.groups if group.window is not None]
+    count = min([sequence.cache_pos, RATIO_TOKENS, *windows])
     if not count or not parts.cache.spec.num_layers:
         return None
     loop.runner.sync_blocks()

@@ -167,6 +167,7 @@ class FakeEngine:
             "max_seq_len": self.context,
             "block_size": BLOCK,
             "bytes_per_token": 1024,
+            "groups": [{"window": None, "sinks": 0, "layers": 1}],
             "vocab_size": size,
             "warnings": [],
             "snapshots": True,
