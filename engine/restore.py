@@ -228,7 +228,10 @@ class Restorer:
             )
 
     def _worst_error(self, stored: list[list[int]], computed: list[list[int]], start: int, count: int) -> float:
-        """The largest relative error over layers, K and V; NaN where a value is not finite."""
-        was = self._runner.cache.read_tokens(stored, start, count).flatten(2)
-        now = self._runner.cache.read_tokens(computed, start, count).flatten(2)
+        """The largest relative error over K and V of the layers that have the block; NaN where a value is not
+        finite."""
+        cache, index = self._runner.cache, start // self._cache.block_size
+        held = [layer for layer, place in enumerate(cache.places) if stored[place.group][index] != NULL_BLOCK]
+        was = cache.read_tokens(stored, start, count)[:, held].flatten(2)
+        now = cache.read_tokens(computed, start, count)[:, held].flatten(2)
         return float(((was - now).norm(dim=-1) / now.norm(dim=-1).clamp(min=1e-12)).max())
