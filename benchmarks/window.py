@@ -1,6 +1,6 @@
 """A chat far past its window: memory over its length, and how well text is predicted, with and without sinks.
 
-    python -m benchmarks.window [--tokens 10000] [--window 1024] [--sinks 4]
+    python -m benchmarks.window [--tokens 10000] [--window 1024] [--sinks 4] [--turn 1000]
 
 Memory: a session of the default model gets the text turn by turn, part of each as message, part as reply. Perplexity of
 the same text, in stretches: with sinks and window, with the window alone, and as chats are usually truncated (when the
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--turn", type=int, default=1000, help="tokens of a turn, and of a stretch of text")
     parser.add_argument("--model")
     parser.add_argument("--data-dir", type=Path, default=default_data_dir())
     options = parser.parse_args()
@@ -143,7 +144,7 @@ def main() -> None:
     )
     parts = load_parts(config)
     ids = parts.tokenizer.encode(source_text())[: options.tokens]
-    result = measure(config, ids, parts, 1000)
+    result = measure(config, ids, parts, options.turn)
     show(result)
     print_json("window", {"model": parts.name, "tokens": len(ids), **result})
 

@@ -61,6 +61,8 @@ def test_memory_stays_the_same_over_a_chat_far_longer_than_the_models_context():
         assert group["window"] == 64 and group["sinks"] == 4 and group["bytes"] == report["bytes_reserved"]
         assert 64 < group["held_tokens"] <= 3 * 64 + 4 + 3 * 4
         assert report["bytes_used"] == group["held_tokens"] * report["bytes_per_token"]
+        ledger = engine.memory()["sessions"][A]
+        assert (ledger["kv_used"], ledger["kv_reserved"]) == (report["bytes_used"], report["bytes_reserved"])
     assert report["cache_pos"] > 3 * 512
     assert len(set(reserved[3:])) <= 2 and len(set(pools[3:])) == 1
     engine.check_integrity()
@@ -156,6 +158,13 @@ def benchmark_query(layer: int):
     return ProbeQuery("k", layer, 0, 0, 10, 4)
 
 
+def test_a_window_of_few_tokens_has_figures_too():
+    engine = tiny_engine(window=8, block_size=4)
+    turn(engine, text(100))
+    assert engine.inspect(A)["kv_ratio"] > 0
+    engine.close()
+
+
 # -- turns, snapshots, tiers -----------------------------------------------------------------------------------------
 
 
@@ -168,8 +177,10 @@ def test_the_last_turn_is_regenerated_without_computing_it_again():
     edited = [*text(100), *first.token_ids, *text(30, 2)]
     assert turn(engine, edited, max_tokens=80).stats.computed_tokens <= 30 + 4
     # An edit of what lies further back finds no window, and all is computed again.
-    far = [*text(100)[:50], *text(80, 3)]
-    assert turn(engine, far, max_tokens=4).stats.computed_tokens == len(far)
+    far, cached = [*text(100)[:50], *text(80, 3)], engine.inspect(A)["cache_pos"]
+    stats = turn(engine, far, max_tokens=4).stats
+    assert stats.computed_tokens == len(far)
+    assert (stats.miss.position, stats.miss.tokens_lost) == (50, cached)
     engine.close()
 
 
