@@ -19,6 +19,7 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.spec import KVCacheSpec
 from engine.memory_plan import ModelSizes, kv_bytes, kv_bytes_per_token, plan_memory, plan_table
 from engine.protocol import Finished, GenerateRequest
+from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from kernels.kv_format import KV_FORMATS
@@ -323,3 +324,18 @@ def test_losses_are_those_of_one_pass():
     values = benchmark.losses(parts.model, parts.cache.spec, ids)
     assert len(values) == 299
     assert benchmark.losses(parts.model, parts.cache.spec, ids, 200) == pytest.approx(values[199:], abs=1e-4)
+
+
+def test_beams_of_a_model_with_windows_choose_what_they_choose_with_room_for_all():
+    replies = set()
+    for blocks, size in ((None, 4), (40, 4), (None, 8)):
+        engine = tiny_engine(window=16, sinks=2, blocks=blocks, block_size=size)
+        params = replace(GREEDY, max_tokens=40)
+        last = run(engine, GenerateRequest(tuple(text(50)), params, A, beams=BeamParams(3)))[-1]
+        replies.add(last.token_ids)
+        report = engine.inspect(A)
+        assert all(report["invariants"].values())
+        assert all(beam["own_blocks"] <= len(beam["block_table"]) for beam in report["beams"])
+        engine.check_integrity()
+        engine.close()
+    assert len(replies) == 1
