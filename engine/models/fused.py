@@ -29,7 +29,7 @@ def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
         norms = _norms(layer)
         layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms))
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    heads = gpu_step.Heads(*sizes, weights.ropes[0].inv_freq, weights.ropes[0].scale)
+    heads = gpu_step.Heads(*sizes, weights.ropes[0].inv_freq, weights.ropes[0].scale, config.attention_scale)
     return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.models.registry import DecoderModel, load_model
 from kernels.dispatch import cpu_kernels
-from tests.support.batches import make_cache, make_metadata
+from tests.support.batches import make_cache, make_metadata, poison_unseen
 from tests.support.tiny_models import HEADS, KV_HEADS, VOCAB, save_safetensors, tiny_model
 
 CPU = torch.device("cpu")
@@ -68,6 +68,7 @@ def ours(model: DecoderModel, sinks: int, chunks: list[int]) -> Tensor:
         meta = make_metadata([(start, count, TABLE)], cache=cache)
         rows.append(model.forward(IDS[start : start + count], cache, meta))
         start += count
+        poison_unseen(cache, TABLE, start)
     return torch.cat(rows)
 
 

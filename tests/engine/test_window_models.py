@@ -10,7 +10,7 @@ import torch
 from engine.errors import ModelFileError
 from engine.models.registry import DecoderModel, load_model
 from engine.models.windows import windows_from_json
-from tests.support.batches import make_cache, make_metadata
+from tests.support.batches import make_cache, make_metadata, poison_unseen
 from tests.support.tiny_models import VOCAB, WINDOW, WINDOW_KINDS, save_gguf, save_safetensors, tiny_model
 
 CPU = torch.device("cpu")
@@ -37,6 +37,7 @@ def run(model: DecoderModel, chunks: list[int]) -> torch.Tensor:
         meta = make_metadata([(start, count, TABLE)], cache=cache)
         rows.append(model.forward(IDS[start : start + count], cache, meta))
         start += count
+        poison_unseen(cache, TABLE, start)
     return torch.cat(rows)
 
 

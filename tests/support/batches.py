@@ -73,6 +73,18 @@ def layer_groups(
     return groups, tuple(LayerPlace(kinds.index(w), windows[:i].count(w)) for i, w in enumerate(windows))
 
 
+def poison_unseen(cache: KVCache, table: Sequence[int], position: int) -> None:
+    """NaN, where the format has any, in all slots of a sequence that no query from `position` on sees."""
+    for number, group in enumerate(cache.groups):
+        shift = number * (cache.capacity_blocks // len(cache.groups))
+        for unseen in range(group.sinks, group.recent_start(position)):
+            index, offset = divmod(unseen, cache.spec.block_size)
+            extent, row = divmod(table[index] + shift, cache.blocks_per_extent)
+            for extents in (cache.extents, cache.scale_extents):
+                if extents and extents[extent].is_floating_point():
+                    extents[extent][row, :, :, offset] = float("nan")
+
+
 def make_cache(
     model: DecoderModel,
     blocks: int = 64,

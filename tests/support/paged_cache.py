@@ -131,8 +131,10 @@ def attend(
     window: int = 0,
     sinks: int = 0,
     soft_cap: float = 0.0,
+    sink_q: Tensor | None = None,
 ) -> Tensor:
-    """[n, H, D] of q [n, H, D] at the last n positions of keys, values [context, KV, D], computed in `dtype`."""
+    """[n, H, D] of q [n, H, D] at the last n positions of keys, values [context, KV, D], computed in `dtype`; sinks
+    beyond the window are scored by `sink_q`."""
     count, heads, _ = q.shape
     context, kv_heads, _ = keys.shape
     q, keys, values = q.to(dtype), keys.to(dtype), values.to(dtype)
@@ -143,6 +145,9 @@ def attend(
         for head in range(heads):
             kv = head // (heads // kv_heads)
             scores = keys[seen, kv] @ q[i, head] * scale
+            if sink_q is not None:
+                beyond = torch.tensor([j <= own - window for j in seen])
+                scores = torch.where(beyond, keys[seen, kv] @ sink_q[i, head].to(dtype) * scale, scores)
             if soft_cap:
                 scores = torch.tanh(scores / soft_cap) * soft_cap
             out[i, head] = scores.softmax(0) @ values[seen, kv]
