@@ -221,6 +221,11 @@ def test_the_last_turn_can_be_taken_back_as_long_as_memory_allows():
     assert sequence.resume_point(len(first) + 10) <= SIZE  # up to there sinks are all that is needed
     machine.computed = 0
     machine.reply(machine.start("a", [*first, *[4] * 40]), 3)
+    assert machine.computed <= 3 + 40 + 2  # two edits part there, so the tree has kept the window
+    machine.scheduler.idle["a"].drop_spare()
+    machine.cache.evict(1000)
+    machine.computed = 0
+    machine.reply(machine.start("a", [*first, *[5] * 40]), 3)
     assert len(first) + 40 + 2 - SIZE <= machine.computed <= len(first) + 40 + 2
 
 
