@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference.attention_plan import AttentionPlan, Rows, SequenceView, as_rows
+from kernels.reference.attention_plan import AttentionPlan, SequenceView
+from kernels.reference.gathers import Rows, as_rows
 from kernels.reference.kv_codes import decode, encode
 
 

@@ -15,19 +15,10 @@ from torch import Tensor
 from kernels.interface import BatchMetadata, PagedStore
 from kernels.kv_format import KV_FORMATS, KVFormat
 from kernels.layer_groups import LayerGroup, LayerPlace, owners
+from kernels.reference.gathers import Rows, as_rows, block_gathers, token_rows
 
 # Gathered K and V of one layer for this many bytes at most, unless a single sequence needs more.
 GATHER_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of one extent, the same for every store: `index[store]` int64, and the rows of the batch, or of what is
-    gathered, that they belong to; None: all in turn."""
-
-    rows: Tensor
-    index: tuple[Tensor, ...]
-    other_rows: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +120,7 @@ def _plan_group(
     waves.append(_plan_wave(meta, store, number, range(first, len(spans)), spans, heads, dtype))
     slots, per_extent = meta.slot_mapping[number], store.blocks_per_extent
     return GroupPlan(
-        _token_rows(slots, store.extents, per_extent), _token_rows(slots, store.scale_extents, per_extent), tuple(waves)
+        token_rows(slots, store.extents, per_extent), token_rows(slots, store.scale_extents, per_extent), tuple(waves)
     )
 
 
@@ -148,39 +139,6 @@ def _spans(meta: BatchMetadata, group: LayerGroup, tables: Tensor, block_size: i
         sinks = kept if queries == 1 else min(group.sinks, kept + context - start)
         spans.append(_Span([], positions, len(positions), len(positions), sinks))
     return spans
-
-
-def _layer_indices(base: Tensor, step: int, num_layers: int) -> tuple[Tensor, ...]:
-    offsets = torch.arange(0, step * num_layers, step, device=base.device)
-    return (base + offsets[:, None]).unbind(0)
-
-
-def as_rows(extent: Tensor, width: int) -> Tensor:
-    """[rows, width]; numbers of one byte as uint8, because torch does not index all of them."""
-    return (extent.view(torch.uint8) if extent.itemsize == 1 else extent).view(-1, width)
-
-
-def _token_rows(slots: Tensor, extents: Sequence[Tensor], per_extent: int, by_kind: bool = False) -> tuple[Rows, ...]:
-    """Rows [blocks * layers * kinds * block_size, KV * width] of each slot, its kinds (K, V or scales) in a row, or
-    with `by_kind` first one kind of all."""
-    if not extents:
-        return ()
-    _, num_layers, kinds, block_size, num_kv_heads, width = extents[0].shape
-    blocks = slots // block_size
-    owner = blocks // per_extent
-    used = owner.unique().tolist() if len(extents) > 1 else [0]
-    found = []
-    for extent in used:
-        chosen = (owner == extent).nonzero().view(-1) if len(used) > 1 else None
-        local, own_slots = (blocks, slots) if chosen is None else (blocks[chosen], slots[chosen])
-        local = local - extent * per_extent
-        base = local * (kinds * num_layers * block_size) + own_slots % block_size
-        each = torch.stack([base + kind * block_size for kind in range(kinds)], dim=0 if by_kind else -1).view(-1)
-        if by_kind and chosen is not None:
-            chosen = torch.cat([chosen + kind * len(slots) for kind in range(kinds)])
-        rows = as_rows(extents[extent], num_kv_heads * width)
-        found.append(Rows(rows, _layer_indices(each, kinds * block_size, num_layers), chosen))
-    return tuple(found)
 
 
 def _plan_wave(
@@ -234,43 +192,14 @@ def _plan_gathers(
     """Single tokens for groups with a window: nothing that is out of sight is read."""
     block_size, per_extent = extents[0].shape[3], store.blocks_per_extent
     if store.groups[number].window is None:
-        return _block_gathers([block for span in spans for block in span.blocks], extents, per_extent, out)
+        return block_gathers([block for span in spans for block in span.blocks], extents, per_extent, out)
     slots = []
     for i, span in zip(members, spans, strict=True):
         assert span.positions is not None
         blocks = meta.block_tables[number, i].to(torch.int64)[span.positions // block_size]
         slots.append(blocks * block_size + span.positions % block_size)
     target = as_rows(out, math.prod(out.shape[2:]))
-    return tuple((rows, target) for rows in _token_rows(torch.cat(slots), extents, per_extent, by_kind=True))
-
-
-def _block_gathers(
-    blocks: list[int], extents: Sequence[Tensor], per_extent: int, gathered: Tensor
-) -> tuple[tuple[Rows, Tensor], ...]:
-    """One gather for all kinds together where all blocks lie in one extent, else one per kind and run of blocks in an
-    extent."""
-    _, num_layers, kinds, *block = extents[0].shape
-    width, device = math.prod(block), gathered.device
-    place = as_rows(gathered, width).view(kinds, len(blocks), width)
-    gathers: list[tuple[Rows, Tensor]] = []
-
-    def add(extent: int, ids: list[int], which: Sequence[int], out: Tensor) -> None:
-        base = torch.tensor(ids, device=device) % per_extent * (kinds * num_layers)
-        index = torch.cat([base + kind for kind in which])
-        rows = as_rows(extents[extent], width)
-        gathers.append((Rows(rows, _layer_indices(index, kinds, num_layers), None), out))
-
-    homes = [block_id // per_extent for block_id in blocks]
-    if len(set(homes)) == 1:
-        add(homes[0], blocks, range(kinds), place.view(-1, width))
-        return tuple(gathers)
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or homes[end] != homes[start]:
-            for kind in range(kinds):
-                add(homes[start], blocks[start:end], (kind,), place[kind, start:end])
-            start = end
-    return tuple(gathers)
+    return tuple((rows, target) for rows in token_rows(torch.cat(slots), extents, per_extent, by_kind=True))
 
 
 def _masks(

@@ -12,7 +12,7 @@ from kernels import dispatch
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import KV_FORMATS
 from kernels.layer_groups import LayerPlace
-from tests.support.batches import make_cache, make_metadata
+from tests.support.batches import make_cache, make_metadata, poison_unseen
 from tests.support.tiny_models import KINDS, VOCAB, save_gguf, save_safetensors, tiny_model
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="the CPU kernels can't be compiled here")
@@ -45,6 +45,7 @@ def run(model, fused, chunks=(133, 1, 1, 5, 1, 32, 1), balance=None, **cache):
             model.forward(IDS[start : start + count], store, make_metadata([(start, count, TABLE)], cache=store))
         )
         start += count
+        poison_unseen(store, TABLE, start)
     model._fused = kept
     return torch.cat(rows)
 

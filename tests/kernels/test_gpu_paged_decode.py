@@ -53,6 +53,8 @@ class Batch:
             keys, values = self.cache.write(
                 1, blocks, keys, random(context, kv_heads, head_dim, seed=2 * row + 2).to(dtype)
             )
+            if options.get("window"):
+                self.cache.poison(1, blocks, range(options.get("sinks", 0), context - options["window"]))
             if rotated:
                 keys = rotate(keys, torch.arange(context), self.inv_freq, 1.25)
             inputs = self.q[row : row + 1], keys, values, self.scale

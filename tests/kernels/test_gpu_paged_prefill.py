@@ -51,6 +51,9 @@ class Batch:
             self.tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
             keys, values = (random(context, kv_heads, head_dim, seed=2 * row + i).to(dtype) for i in (1, 2))
             keys, values = self.cache.write(1, blocks, keys, values)
+            if options.get("window"):
+                unseen = range(options.get("sinks", 0), context - count + 1 - options["window"])
+                self.cache.poison(1, blocks, unseen)
             if rotated:
                 keys = rotate(keys, torch.arange(context), self.inv_freq, 1.25)
             chunk = slice(self.bounds[row], self.bounds[row + 1])

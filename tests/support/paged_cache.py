@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,6 +74,14 @@ class PagedCache:
             data, scales = self.slot(layer, block, position % self.block_size)
             stored.append(encode(self.kv_format, k, v, data, scales))
         return torch.stack([k for k, _ in stored]), torch.stack([v for _, v in stored])
+
+    def poison(self, layer: int, block_table: list[int], positions: Iterable[int]) -> None:
+        """NaN once more, in the data or the scales."""
+        for position in positions:
+            slot = self.slot(layer, block_table[position // self.block_size], position % self.block_size)
+            for part in slot:
+                if part is not None and part.is_floating_point():
+                    part.fill_(float("nan"))
 
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
