@@ -252,11 +252,11 @@ def test_a_prompt_that_others_share_is_computed_twice_at_most():
 
 def test_a_prompt_that_another_is_computing_is_taken_over_where_it_parts():
     machine = Machine((LayerGroup(8),), max_batch_tokens=16, mixed_batch_tokens=16)
-    system = [n % 7 for n in range(82)]
+    system = [n % 7 for n in range(86)]
     first, second = machine.start("a", [*system, *[1] * 40]), machine.start("b", [*system, *[2] * 40])
     while first.remaining > 1 or second.remaining > 1:
         assert machine.step()
-    assert machine.computed < 2 * (82 + 40) - 80 + 10  # and the tokens that the first one says meanwhile
+    assert machine.computed < 2 * (86 + 40) - 84 + 10  # and the tokens that the first one says meanwhile
 
 
 def test_a_window_gives_way_under_pressure_before_another_session_does():
@@ -269,6 +269,33 @@ def test_a_window_gives_way_under_pressure_before_another_session_does():
     assert machine.cache.pool.free_count < 20
     assert machine.scheduler.make_room(20)
     assert idle["a"].cache_pos == before and not idle["b"].blocks.anchors
+
+
+def test_a_displaced_session_leaves_the_tree_what_is_needed_to_go_on():
+    machine = Machine((LayerGroup(8),))
+    sequence = machine.start("a", [n % 5 for n in range(60)])
+    machine.reply(sequence, 60)
+    assert sequence.blocks.count > machine.cache.windows.blocks(119)
+    sequence.release_blocks()
+    assert machine.cache.pool.used_count <= machine.cache.windows.blocks(119)
+    machine.computed = 0
+    machine.reply(machine.start("a", [*sequence.token_ids, 4]), 1)
+    assert machine.computed <= SIZE
+
+
+@pytest.mark.parametrize("layout", ["all", "local and global"])
+def test_what_a_group_without_a_window_has_is_eaten_from_the_tail_however_old_it_is(layout):
+    machine = Machine(LAYOUTS[layout])
+    sequence = machine.start("a", [n % 5 for n in range(40)])
+    for _ in range(40):
+        machine.step()
+    machine.scheduler.leave(sequence)
+    sequence.release_blocks()
+    while machine.cache.pool.used_count:
+        path = len(machine.cache.match(sequence.token_ids))
+        assert machine.cache.evict(1)
+        machine.check()
+        assert path - len(machine.cache.match(sequence.token_ids)) <= 1
 
 
 def test_a_pool_that_holds_window_and_a_token_runs_any_length():
