@@ -280,7 +280,7 @@ def test_a_displaced_session_leaves_the_tree_what_is_needed_to_go_on():
     assert machine.cache.pool.used_count <= machine.cache.windows.blocks(119)
     machine.computed = 0
     machine.reply(machine.start("a", [*sequence.token_ids, 4]), 1)
-    assert machine.computed <= SIZE
+    assert machine.computed <= SIZE + 1
 
 
 @pytest.mark.parametrize("layout", ["all", "local and global"])
