@@ -124,7 +124,9 @@ class Scheduler:
         """`alone`: nothing else runs in this step, so that one of them must."""
         items: list[ScheduledItem] = []
         if self.waiting and self._cache.windows.any:
-            self.waiting[0].adopt_prefix()  # before a window that another sequence has held for it moves on
+            # Before windows move on: take over what is held now, and have it held where the prompts part.
+            self.waiting[0].adopt_prefix()
+            self._being_computed(self.waiting[0])
         for sequence in [seq for seq in self.running if seq.remaining > 1]:
             if sequence.status is not Status.RUNNING:
                 continue
@@ -168,7 +170,8 @@ class Scheduler:
         return count
 
     def _being_computed(self, sequence: Sequence) -> bool:
-        """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share."""
+        """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share. It
+        will make a stop where they part."""
         held = max(sequence.cache_pos, self._cache.shared(sequence.token_ids).count)
         for other in self.running:
             if other.remaining > 1:

@@ -251,7 +251,7 @@ def test_a_prompt_that_others_share_is_computed_twice_at_most():
 
 
 def test_a_prompt_that_another_is_computing_is_taken_over_where_it_parts():
-    machine = Machine((LayerGroup(8),), max_batch_tokens=16, mixed_batch_tokens=16)
+    machine = Machine((LayerGroup(8),), max_batch_tokens=64, mixed_batch_tokens=64)
     system = [n % 7 for n in range(86)]
     first, second = machine.start("a", [*system, *[1] * 40]), machine.start("b", [*system, *[2] * 40])
     while first.remaining > 1 or second.remaining > 1:
