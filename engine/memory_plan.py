@@ -231,7 +231,8 @@ def _window_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         (
             "window",
             f"{count} of {len(plan.groups)} groups of layers keep the last {kind.window} tokens"
-            + (f" and the first {kind.sinks}" if kind.sinks else ""),
+            + (f" and the first {kind.sinks}" if kind.sinks else "")
+            + ", as long as there is room also the two windows that the last turn goes back to",
         )
         for kind, count in kinds.items()
     ]
