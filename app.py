@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.config import DEVICES, DTYPES, KV_FORMATS, EngineConfig
+from engine.config import DEVICES, DTYPES, KV_FORMATS, EngineConfig, check_window
 from engine.errors import ConfigError, KVScopeError
 from engine.frozen_text import read_text
 from engine.prepare import prepare
@@ -82,8 +82,27 @@ def make_parser() -> argparse.ArgumentParser:
         help="how messages become a prompt: chatml, llama-2, llama-3, mistral, zephyr or plain "
         "(default: the model's own, or the one that its role markers fit)",
     )
-    add("--window", metavar="N", help="size of a sliding window (default: none; not available in this version)")
-    add("--sinks", metavar="N", help="first tokens that a window keeps (default: none; not available in this version)")
+    add(
+        "--window",
+        type=_number(1, 2**31),
+        metavar="N",
+        help="most tokens that a layer looks back, so that memory stays the same however long a chat gets "
+        "(default: as the model says)",
+    )
+    add(
+        "--sinks",
+        type=_number(0, 2**31),
+        default=0,
+        metavar="N",
+        help="first tokens that a window keeps, such as 4: the chat may then outgrow the model's context (default: 0)",
+    )
+    add(
+        "--share-layers",
+        type=_number(1, 64),
+        default=1,
+        metavar="N",
+        help="let N neighbouring layers use one store of keys and values, as an experiment (default: 1)",
+    )
     add(
         "--snapshot-limit",
         type=_size_or_none,
@@ -155,10 +174,6 @@ def default_data_dir() -> Path:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise `ConfigError` for what this version does not do, and for what would be unsafe."""
-    later = {"--window": options.window, "--sinks": options.sinks}
-    for name, value in later.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not available in this version of KVScope.")
     options.api_key = os.environ.get("KVSCOPE_API_KEY") if options.api_key is None else options.api_key
     if options.api_key is not None and not re.fullmatch(r"[!-~]+", options.api_key):
         raise ConfigError("The API key must be printable ASCII characters without blanks, at least one.")
@@ -180,6 +195,9 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         snapshot_limit=options.snapshot_limit,
         ram_limit=options.ram_limit,
         fault_injection=options.allow_fault_injection,
+        window=options.window,
+        sinks=options.sinks,
+        share_layers=options.share_layers,
     )
 
 
@@ -191,6 +209,7 @@ def main() -> int:
         options = make_parser().parse_args()
         check_options(options)
         config = engine_config(options)
+        check_window(config)
         if options.plan:
             from engine.model_plan import plan_model
 

@@ -43,8 +43,8 @@ def one_prefill(model: DecoderModel, token_ids: Tensor) -> Tensor:
     cache.grow(blocks + 1)
     meta = AttentionMetadata(
         positions=torch.arange(count),
-        slot_mapping=torch.arange(count) + BLOCK_SIZE,
-        block_tables=torch.arange(1, blocks + 1, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(count)[None] + BLOCK_SIZE,
+        block_tables=torch.arange(1, blocks + 1, dtype=torch.int32)[None, None],
         context_lens=torch.tensor([count], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
         logit_rows=torch.arange(count),

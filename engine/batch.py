@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from engine.scheduler import ScheduledBatch
+    from engine.scheduler import ScheduledBatch, ScheduledItem
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """All that model and kernels know of a batch of S sequences with T tokens in all, tokens of a sequence adjacent.
 
+    The cache keeps K and V of G groups of layers, each with block tables of its own (`KVCacheSpec.groups`).
+
     positions     int64 [T]           position of each token in its sequence
-    slot_mapping  int64 [T]           slot (block_id * block_size + offset) that takes the token's K and V
-    block_tables  int32 [S, blocks]   padded with the null block 0
+    slot_mapping  int64 [G, T]        slot (block_id * block_size + offset) that takes the token's K and V
+    block_tables  int32 [G, S, blocks]  by position // block_size; the null block 0 where a group holds none
     context_lens  int32 [S]           tokens in the cache once this step's tokens are stored
     cu_seqlens_q  int32 [S + 1]       prefix sums of the sequences' token counts
     logit_rows    int64 [N]           rows of the flat batch whose logits are wanted
@@ -53,31 +55,25 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
     """Token ids int64 [T] and metadata of a scheduled batch, on `device`."""
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     cu_seqlens = [0]
     logit_rows: list[int] = []
-    tables: list[list[int]] = []
     for item in batch.items:
-        sequence, start, end = item.sequence, item.start, item.start + item.count
-        table = sequence.block_table
-        token_ids += sequence.token_ids[start:end]
-        positions += range(start, end)
-        # Without K and V there is no table, and the slots mean nothing.
-        slots += [table[p // block_size] * block_size + p % block_size if table else 0 for p in range(start, end)]
+        token_ids += item.sequence.token_ids[item.start : item.start + item.count]
+        positions += range(item.start, item.start + item.count)
         cu_seqlens.append(len(token_ids))
         if item.wants_logits:
             logit_rows.append(len(token_ids) - 1)
-        tables.append(table[: (end + block_size - 1) // block_size])
-    width = max(len(table) for table in tables)
+    # Without K and V there are no tables, and the slots mean nothing.
+    groups = range(max(1, len(batch.items[0].sequence.block_tables)))
     context_lens = tuple(item.start + item.count for item in batch.items)
 
-    def tensor(values: list[int] | list[list[int]] | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+    def tensor(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     meta = AttentionMetadata(
         positions=tensor(positions),
-        slot_mapping=tensor(slots),
-        block_tables=tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
+        slot_mapping=tensor([_slots(batch, group, block_size) for group in groups]),
+        block_tables=tensor([_tables(batch, group, block_size) for group in groups], torch.int32),
         context_lens=tensor(context_lens, torch.int32),
         cu_seqlens_q=tensor(cu_seqlens, torch.int32),
         logit_rows=tensor(logit_rows),
@@ -86,3 +82,24 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
         state_slots=tuple(state.live for item in batch.items if (state := item.sequence.state) and state.live),
     )
     return tensor(token_ids), meta
+
+
+def _slots(batch: ScheduledBatch, group: int, size: int) -> list[int]:
+    """Of every token of the batch, in order."""
+    slots: list[int] = []
+    for item in batch.items:
+        table, run = _table(item, group), range(item.start, item.start + item.count)
+        slots += [table[p // size] * size + p % size for p in run] if table else [0] * item.count
+    return slots
+
+
+def _tables(batch: ScheduledBatch, group: int, size: int) -> list[list[int]]:
+    """Up to the last block of each sequence that is used, equally long."""
+    tables = [_table(item, group)[: -(-(item.start + item.count) // size)] for item in batch.items]
+    width = max(len(table) for table in tables)
+    return [table + [0] * (width - len(table)) for table in tables]
+
+
+def _table(item: ScheduledItem, group: int) -> list[int]:
+    tables = item.sequence.block_tables
+    return tables[group] if tables else []

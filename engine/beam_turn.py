@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.beam import BeamSearch, candidates_per_beam
 from engine.sampling.params import SamplingParams
@@ -132,7 +133,7 @@ class BeamTurn(ActiveTurn):
 
         Shared is what another beam's table holds too.
         """
-        tables = [beam.block_table for beam in self.beams]
+        tables = [[block_id for block_id in beam.block_table if block_id != NULL_BLOCK] for beam in self.beams]
         holders = Counter(block_id for table in tables for block_id in table)
         return [
             {

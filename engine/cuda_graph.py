@@ -44,15 +44,15 @@ class GraphTail(Protocol):
 
 
 class StaticBatch:
-    """The inputs of a decode step of `rows` sequences, one token each, at addresses that stay."""
+    """The inputs of a decode step of `rows` sequences, one token each, at addresses that stay; tables for `groups`."""
 
-    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, rows: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
         self.rows = rows
         self.token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.meta = AttentionMetadata(
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            slot_mapping=torch.zeros(rows, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
+            slot_mapping=torch.zeros(groups, rows, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device),
             context_lens=torch.zeros(rows, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
             logit_rows=torch.arange(rows, device=device),
@@ -62,16 +62,17 @@ class StaticBatch:
 
     def fill(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
         """Take a batch of at most `rows` sequences; the other rows read nothing and write into the null block."""
-        count, width, own = len(token_ids), meta.block_tables.shape[1], self.meta
+        count, width, own = len(token_ids), meta.block_tables.shape[2], self.meta
         for target, source in (
             (self.token_ids, token_ids),
             (own.positions, meta.positions),
-            (own.slot_mapping, meta.slot_mapping),
             (own.context_lens, meta.context_lens),
         ):
             target[:count].copy_(source)
             target[count:].zero_()
-        own.block_tables[:count, :width].copy_(meta.block_tables)
+        own.slot_mapping[:, :count].copy_(meta.slot_mapping)
+        own.slot_mapping[:, count:].zero_()
+        own.block_tables[:, :count, :width].copy_(meta.block_tables)
 
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -117,7 +118,7 @@ class DecodeGraphs:
     def _filled(self, token_ids: Tensor, meta: AttentionMetadata) -> StaticBatch:
         rows = padded_rows(len(token_ids))
         if rows not in self._batches:
-            self._batches[rows] = StaticBatch(rows, self._max_blocks, self._model.device)
+            self._batches[rows] = StaticBatch(rows, self._max_blocks, self._model.device, len(self._cache.groups))
         self._batches[rows].fill(token_ids, meta)
         return self._batches[rows]
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStateSpec
 from engine.loader import EngineParts
 
@@ -19,6 +20,18 @@ def _balance_digest(balance: Tensor | None) -> str:
     if balance is None:
         return ""
     return ", balance " + hashlib.sha256(balance.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def _attention(spec: KVCacheSpec) -> str:
+    """What layers see of the past, and which of them share K and V."""
+    seen = [
+        "all"
+        if group.window is None
+        else f"the last {group.window}" + (f" and first {group.sinks}" * bool(group.sinks))
+        for group in spec.windows.groups
+    ]
+    layers = [f"{place.group}.{place.store}" for place in spec.places]
+    return f"{', '.join(seen)} by {hashlib.sha256(' '.join(layers).encode()).hexdigest()[:8]}"
 
 
 def _state_layout(spec: SSMStateSpec) -> str:
@@ -37,6 +50,7 @@ def fingerprint(parts: EngineParts) -> dict[str, str]:
         "KV format": parts.kv_format + _balance_digest(parts.cache.balance),
         "block size": str(parts.cache.spec.block_size),
         "RoPE": rope,
+        "attention": _attention(parts.cache.spec),
         "tokenizer": parts.tokenizer.vocabulary_digest,
         "chat template": parts.tokenizer.template_digest,
         "engine version": ENGINE_VERSION,

@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from engine.errors import NotFound, StorageFailed
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.snapshot import SnapshotStore
-from engine.restore import AUDITED_BLOCKS, NoRoom
-from engine.step_loop import StepLoop
+from engine.restore import NoRoom, audit_blocks
+from engine.step_loop import ExportedBlocks, StepLoop
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}-[0-9a-f]{8}")
 WORTH_LOADING = 0.5
@@ -54,22 +52,23 @@ class FrozenPrefixes:
         self,
         name: str,
         token_ids: Sequence[int],
-        tensors: Mapping[str, Tensor],
+        blocks: ExportedBlocks,
         block_size: int,
         fingerprint: Callable[[], Mapping[str, str]],
     ) -> dict[str, Any]:
-        """Write full blocks (`KVCache.export_blocks`), which hold the first of `token_ids`, in place of what the name
-        had; the entry of `listing`. Raises `StorageFailed`."""
-        keys = [uuid.uuid4().hex for _ in range(len(tensors["data"]))]
+        """Write full blocks, which hold the first of `token_ids`, in place of what the name had; the entry of
+        `listing`. Raises `StorageFailed`."""
+        keys = [uuid.uuid4().hex for _ in blocks.places]
         job = SaveJob(
             session_id=name,
             fingerprint=fingerprint,
             block_size=block_size,
             token_ids=tuple(token_ids),
-            cache_pos=len(keys) * block_size,
+            cache_pos=len(token_ids) // block_size * block_size,
+            places=blocks.places,
             turns=(None,) * len(keys),
             keys=tuple(keys),
-            new={key: {kind: tensor[row] for kind, tensor in tensors.items()} for row, key in enumerate(keys)},
+            new={key: {kind: tensor[row] for kind, tensor in blocks.tensors.items()} for row, key in enumerate(keys)},
         )
         try:
             self.store.save(job)
@@ -161,8 +160,11 @@ class FrozenPrefixes:
 
 
 def _is_wanted(manifest: Manifest, shared: int, prompt_ids: Sequence[int], displacing: bool, loop: StepLoop) -> bool:
-    """On the engine thread: whether the tree lacks full blocks of the first `shared` tokens, and could take all."""
-    cache = loop.prefix_cache
-    if len(cache.match(prompt_ids[:shared])) >= shared // manifest.block_size:
+    """On the engine thread: whether the first `shared` tokens could be taken over from further on than the tree allows
+    now, and there is room for all of it."""
+    cache, places = loop.prefix_cache, set(manifest.places)
+    shared -= shared % manifest.block_size
+    reach = cache.windows.resume_point(shared, lambda group, index: (group, index) in places)
+    if cache.shared_blocks(prompt_ids[:shared]) >= reach:
         return False
-    return displacing or len(manifest.blocks) + AUDITED_BLOCKS <= cache.pool.free_count
+    return displacing or len(manifest.blocks) + audit_blocks(cache.windows) <= cache.pool.free_count

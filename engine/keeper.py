@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from engine.errors import Conflict
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.prefix_cache import Node
+from engine.kv_cache.window import BlockPlace
 from engine.model_runner import ModelRunner
 from engine.restore import NoRoom, Restorer
 from engine.scheduler import Scheduler
@@ -49,7 +51,7 @@ class SessionKeeper:
         self._submit: Callable[[SaveJob], None] | None = beside._submit if beside is not None else submit
         self._fingerprint = fingerprint
         self._unsaved: OrderedDict[str, float] = OrderedDict()
-        self._saved: dict[str, list[tuple[Node, str | None]]] = {}
+        self._saved: dict[str, dict[BlockPlace, tuple[Node, int, str | None]]] = {}
         self._lost: dict[str, tuple[str, str | None]] = {}
         self._run, self._numbers = uuid.uuid4().hex[:12], itertools.count()
         scheduler.on_displace = self.displace
@@ -95,11 +97,15 @@ class SessionKeeper:
             return
         if sequence is None or not sequence.cache_pos or sequence.private_from is not None:
             return
-        keys, old = self._keys(sequence)
-        fresh = [index for index, key in enumerate(keys) if key not in old]
+        places = sequence.blocks.places(sequence.cache_pos)
+        keys, old = self._keys(sequence, places)
+        fresh = [row for row, key in enumerate(keys) if key not in old]
+        new: dict[str, dict[str, Tensor]] = {}
         self._runner.sync_blocks()
-        tensors = self._runner.cache.export_blocks([sequence.block_table[index] for index in fresh]) if fresh else {}
-        new = {keys[index]: {name: tensor[row] for name, tensor in tensors.items()} for row, index in enumerate(fresh)}
+        if fresh:
+            tensors = self._export(sequence, [places[row] for row in fresh])
+            for n, row in enumerate(fresh):
+                new[keys[row]] = {name: tensor[n] for name, tensor in tensors.items()}
         self._submit(
             SaveJob(
                 session_id=session_id,
@@ -108,12 +114,14 @@ class SessionKeeper:
                 block_size=self._runner.cache.spec.block_size,
                 token_ids=tuple(sequence.token_ids),
                 cache_pos=sequence.cache_pos,
-                turns=tuple(sequence.block_turns[: len(keys)]),
+                places=tuple(places),
+                anchors=sequence.blocks.anchors,
+                turns=_turns(sequence, places),
                 keys=tuple(keys),
                 new=new,
             )
         )
-        self._saved[session_id] = list(zip(sequence.nodes, keys, strict=False))
+        self._remember(sequence, places, keys)
 
     def save_now(self, session_id: str) -> None:
         """Hand over what is in the pool or in RAM, and not on its way to the disk.
@@ -135,23 +143,30 @@ class SessionKeeper:
             self._must_be_saved(session_id)
         return session_id in self._unsaved
 
-    def _keys(self, sequence: Sequence) -> tuple[list[str], set[str]]:
-        """`(keys of all blocks, those that were handed over before)`; a node of the tree never changes its content."""
-        known = self._saved.get(sequence.session_id or "", [])
+    def _keys(self, sequence: Sequence, places: list[BlockPlace]) -> tuple[list[str], set[str]]:
+        """`(keys of all blocks, those that were handed over before)`; a block in the tree never changes its content,
+        unless it went and was computed again (`Node.fills`)."""
+        known = self._saved.get(sequence.session_id or "", {})
         keys, old = [], set()
-        for index in range(self._block_count(sequence)):
-            node = sequence.nodes[index] if index < len(sequence.nodes) else None
-            before = known[index] if node is not None and index < len(known) else (None, None)
-            if before[0] is node and before[1] is not None:
-                old.add(before[1])
-                keys.append(before[1])
+        for place in places:
+            node, fills, key = known.get(place, (None, 0, None))
+            if key is not None and node is _node(sequence, place) and node is not None and node.fills == fills:
+                old.add(key)
+                keys.append(key)
             else:
                 keys.append(f"{self._run}-{next(self._numbers)}")
         return keys, old
 
-    def _block_count(self, sequence: Sequence) -> int:
-        """Blocks up to `cache_pos`; none where nothing attends."""
-        return min(-(-sequence.cache_pos // self._runner.cache.spec.block_size), len(sequence.block_table))
+    def _remember(self, sequence: Sequence, places: SequenceOf[BlockPlace], keys: SequenceOf[str | None]) -> None:
+        """What is stored of this session, by place: full blocks only, a partly filled one is another each time."""
+        nodes = ((place, _node(sequence, place), key) for place, key in zip(places, keys, strict=True))
+        self._saved[sequence.session_id or ""] = {
+            place: (node, node.fills, key) for place, node, key in nodes if node is not None
+        }
+
+    def _export(self, sequence: Sequence, places: SequenceOf[BlockPlace]) -> dict[str, Tensor]:
+        """Their blocks as host copies, after `sync_blocks`."""
+        return self._runner.cache.export_blocks([sequence.block_tables[group][index] for group, index in places])
 
     def _state(self, sequence: Sequence) -> dict[str, Tensor] | None:
         """What an idle sequence with something in the cache holds of a recurrent state, after `sync_blocks`."""
@@ -172,17 +187,19 @@ class SessionKeeper:
         if sequence.private_from is not None:
             self.present.discard(session_id)
             return
-        count = self._block_count(sequence)
+        places = sequence.blocks.places(sequence.cache_pos)
         state_bytes = self._runner.states.spec.nbytes if self._runner.states is not None else 0
-        if count * self._runner.cache.spec.block_bytes + state_bytes <= self.ram.limit:
-            keys = [key for _, key in self._saved.get(session_id, [])][: len(sequence.nodes)]
+        if len(places) * self._runner.cache.spec.block_bytes + state_bytes <= self.ram.limit:
+            known = self._saved.get(session_id, {})
             self._runner.sync_blocks()
             held = HeldBlocks(
                 token_ids=tuple(sequence.token_ids),
                 cache_pos=sequence.cache_pos,
-                turns=tuple(sequence.block_turns[:count]),
-                keys=(*keys, *[None] * (count - len(keys))),
-                tensors=self._runner.cache.export_blocks(sequence.block_table[:count]) if count else {},
+                places=tuple(places),
+                anchors=sequence.blocks.anchors,
+                turns=_turns(sequence, places),
+                keys=tuple(known[place][2] if place in known else None for place in places),
+                tensors=self._export(sequence, places) if places else {},
                 state=self._state(sequence),
             )
             gone = self.ram.put(session_id, held)
@@ -210,13 +227,16 @@ class SessionKeeper:
         self.present.add(session_id)
 
     def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, audit: bool) -> None:
-        before = dict(self._saved.get(session_id, []))
+        before = self._saved.get(session_id, {})
         sequence, shared = self._restorer.restore(session_id, held, displacing=displacing, audit=audit)
-        # A block that another session computed is equal up to rounding only, so the stored copy is not of it.
-        self._saved[session_id] = [
-            (node, before.get(node) if index < shared else key)
-            for index, (node, key) in enumerate(zip(sequence.nodes, held.keys, strict=False))
-        ]
+        keys = list(held.keys)
+        for row, place in enumerate(held.places):
+            # A block that another session computed is equal up to rounding only, so the stored copy is not of it.
+            if place in shared:
+                node, fills, key = before.get(place, (None, 0, None))
+                found = _node(sequence, place)
+                keys[row] = key if node is not None and node is found and node.fills == fills else None
+        self._remember(sequence, held.places, keys)
 
     # -- what is known of a session -----------------------------------------------------------------------------------
 
@@ -233,3 +253,12 @@ class SessionKeeper:
             known.pop(session_id, None)
         self.ram.remove(session_id)
         self.present.discard(session_id)
+
+
+def _node(sequence: Sequence, place: BlockPlace) -> Node | None:
+    """That of a full block."""
+    return sequence.nodes[place[1]] if place[1] < len(sequence.nodes) else None
+
+
+def _turns(sequence: Sequence, places: SequenceOf[BlockPlace]) -> tuple[str | None, ...]:
+    return tuple(sequence.block_turns[index] for _, index in places)

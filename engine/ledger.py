@@ -9,7 +9,9 @@ from typing import Any
 import psutil
 import torch
 
+from engine.kv_cache.spec import KVCacheSpec
 from engine.lanes import Lanes
+from engine.sequence import Sequence
 from engine.step_loop import StepLoop
 
 
@@ -81,13 +83,19 @@ def _by_session(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, dict[str,
     for session_id in {**sequences, **in_ram, **on_disk}:
         sequence, spec = sequences.get(session_id, (None, parts.cache.spec))
         report[session_id] = {
-            "kv_used": sequence.cache_pos * spec.bytes_per_token if sequence else 0,
-            "kv_reserved": len(sequence.block_table) * spec.block_bytes if sequence else 0,
+            "kv_used": used_bytes(sequence, spec) if sequence else 0,
+            "kv_reserved": sequence.blocks.count * spec.block_bytes if sequence else 0,
             "kv_ram": in_ram.get(session_id, 0),
             "kv_disk": on_disk.get(session_id, 0),
             "state": state_bytes if sequence and sequence.state is not None and sequence.cache_pos else 0,
         }
     return report
+
+
+def used_bytes(sequence: Sequence, spec: KVCacheSpec) -> int:
+    """Of the positions whose K and V each group of layers holds."""
+    held = sum(sequence.blocks.held_tokens(group, sequence.cache_pos) for group in range(len(sequence.block_tables)))
+    return held * spec.group_bytes_per_token
 
 
 def _ram_figures() -> dict[str, int]:

@@ -9,14 +9,21 @@ from typing import Any
 import psutil
 import torch
 
+from engine.attention_layout import attention_layout, context_limit
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.jobs import Slices, run_through
 from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
-from engine.kv_cache.calibration import CALIBRATION_TEXT, CALIBRATION_TOKENS, KL_LIMITS, calibration_slices
+from engine.kv_cache.calibration import (
+    CALIBRATION_TEXT,
+    CALIBRATION_TOKENS,
+    KL_LIMITS,
+    calibration_slices,
+    layout_loss,
+)
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStatePool
-from engine.memory_plan import human_bytes, split_budget
+from engine.memory_plan import blocks_to_tokens, human_bytes, split_budget
 from engine.models.registry import DecoderModel, load_model
 from engine.replay import REPLAY_CHUNK
 from engine.scheduler import SchedulerLimits
@@ -25,6 +32,7 @@ from engine.weights.catalog import resolve
 from engine.weights.identity import weights_identity
 from kernels.dispatch import triton_runs_on
 from kernels.kv_format import KV_FORMATS
+from kernels.layer_groups import LayerGroup
 
 CPU_LIMITS = SchedulerLimits(max_sequences=16, max_batch_tokens=256, mixed_batch_tokens=64)
 CUDA_LIMITS = SchedulerLimits(max_sequences=64, max_batch_tokens=2048, mixed_batch_tokens=512)
@@ -73,7 +81,11 @@ class EngineParts:
             "kv_formats": list(KV_FORMATS),
             "max_seq_len": self.max_seq_len,
             "block_size": spec.block_size,
-            "num_layers": spec.num_layers,
+            "num_layers": len(spec.places),
+            "groups": [
+                {"window": g.window, "sinks": g.sinks, "layers": sum(place.group == index for place in spec.places)}
+                for index, g in enumerate(spec.windows.groups)
+            ],
             "num_heads": self.model.config.num_heads,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
@@ -92,7 +104,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     device = pick_device(config.device)
     source = resolve(config.model, config.data_dir)
     tokenizer = ChatTokenizer.from_source(source, config.chat_template)
-    model = load_model(source.path, device, config.dtype, max_seq_len=config.max_seq_len)
+    model = load_model(source.path, device, config.dtype)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
     return assemble(config, model, tokenizer, source.name, weights_identity(source.path))
@@ -116,12 +128,15 @@ def assemble(
     """Fit the cache to the budget and put the parts together."""
     kv_format = pick_kv_format(config.kv_format, model.weight_format, model.dtype)
     check_card_has(kv_format, model.device)
+    layout = attention_layout(config, model.config)
     spec = KVCacheSpec(
-        num_layers=model.config.num_attention_layers,
+        num_layers=layout.stores,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_size=config.block_size,
         format=KV_FORMATS[kv_format],
+        groups=layout.groups or (LayerGroup(),),
+        places=layout.places,
     )
     budget = config.kv_budget if config.kv_budget is not None else default_kv_budget(model.device)
     limits = CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS
@@ -129,7 +144,7 @@ def assemble(
     max_blocks, state_slots = split_budget(budget, spec.block_bytes, state.nbytes if state else 0, limits.max_sequences)
     if state is not None and state_slots < 2:
         raise ConfigError(f"The KV budget does not hold one state of {human_bytes(state.nbytes)}; raise --kv-budget.")
-    max_seq_len = fit_max_seq_len(config.max_seq_len, model.config.max_position_embeddings, max_blocks, spec)
+    max_seq_len = fit_max_seq_len(config.max_seq_len, context_limit(config, model.config), max_blocks, spec)
     cache = KVCache(spec, model.device, fitting_extent_bytes(spec, max_seq_len), max_blocks)
     with torch.inference_mode():
         format_warnings = run_through(calibration(model, cache, tokenizer, max_seq_len))
@@ -145,6 +160,7 @@ def assemble(
         warnings=(
             *tokenizer.warnings,
             *model.warnings,
+            *sharing_loss(config, model, spec, tokenizer, max_seq_len),
             *format_warnings,
         ),
         states=SSMStatePool(state, model.device) if state is not None else None,
@@ -189,6 +205,23 @@ def calibration(
     )
 
 
+def sharing_loss(
+    config: EngineConfig, model: DecoderModel, spec: KVCacheSpec, tokenizer: ChatTokenizer, max_seq_len: int
+) -> tuple[str, ...]:
+    """What layers that share a store do to the model, as a warning."""
+    if config.share_layers < 2:
+        return ()
+    own = attention_layout(replace(config, share_layers=1), model.config)
+    apart = replace(spec, num_layers=own.stores, groups=own.groups, places=own.places)
+    ids = tokenizer.encode(CALIBRATION_TEXT)[: min(CALIBRATION_TOKENS, max_seq_len)]
+    loss = layout_loss(model, apart, spec, ids)
+    return (
+        f"--share-layers {config.share_layers} is an experiment: on a sample text the mean KL divergence from the "
+        f"model as it was trained is {loss.mean_kl:.3f}, and {loss.top1_agreement:.0%} of the likeliest tokens are the "
+        "same.",
+    )
+
+
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA card and driver, and none is available.")
@@ -226,14 +259,12 @@ def ram_limit(config: EngineConfig, parts: EngineParts) -> int:
     return int(psutil.virtual_memory().available * RAM_SHARE) if parts.model.device.type == "cuda" else 0
 
 
-def fit_max_seq_len(wanted: int | None, model_limit: int, max_blocks: int, spec: KVCacheSpec) -> int:
-    """The context limit: as asked, or what the model was trained for and the budget can hold."""
-    room = (max_blocks - 1) * spec.block_size if spec.num_layers else model_limit
-    if wanted is not None and wanted > model_limit:
-        raise ConfigError(f"--max-seq-len {wanted} is more than the model's own context of {model_limit} tokens.")
+def fit_max_seq_len(wanted: int | None, limit: int, max_blocks: int, spec: KVCacheSpec) -> int:
+    """The context limit: as asked, or as much of `limit` as the budget can hold."""
+    room = blocks_to_tokens(max_blocks - 1, spec.block_size, spec.groups, limit) if spec.num_layers else limit
     if wanted is not None and wanted > room:
-        raise ConfigError(f"--max-seq-len {wanted} does not fit: the KV budget holds {max(room, 0)} tokens.")
-    limit = min(wanted or model_limit, room)
+        raise ConfigError(f"--max-seq-len {wanted} does not fit: the KV budget holds {room} tokens.")
+    limit = min(limit, room)
     if limit < 2:
         raise ConfigError("The KV budget does not hold a single block; raise --kv-budget.")
     return limit

@@ -248,11 +248,11 @@ class LocalEngine:
         last = list(self.generate(GenerateRequest(ids, SamplingParams(temperature=0, max_tokens=1))))[-1]
         if isinstance(last, Failed):
             raise last.error
-        tensors = self._call(lambda: self._steps().export_prefix(ids))
-        if tensors is None:
+        blocks = self._call(lambda: self._steps().export_prefix(ids))
+        if blocks is None:
             raise Conflict("The cache was needed for other chats in the meantime; try again.")
         name = name_of(text, text[:80] if title is None else title)
-        return self._frozen.save(name, ids, tensors, size, self._steps().fingerprint)
+        return self._frozen.save(name, ids, blocks, size, self._steps().fingerprint)
 
     def frozen(self) -> list[dict[str, Any]]:
         self._need_parts()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gguf import GGML_QUANT_SIZES
+
+from engine.kv_cache.window import Windows
+from kernels.layer_groups import LayerGroup
 
 KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
 INT4_GROUP = 32
@@ -23,7 +29,8 @@ NO_BLOCKS = 2
 class ModelSizes:
     """What of a model's shape decides its memory; `weight_bytes` as they will be held, not as they are stored.
 
-    `num_layers` counts those with K and V; `state_bytes` is what the others remember of a session, whatever its length.
+    `num_layers` counts those with K and V in each of `groups`; `state_bytes` is what the others remember of a session,
+    whatever its length.
     """
 
     weight_bytes: int
@@ -35,13 +42,16 @@ class ModelSizes:
     vocab_size: int
     context_tokens: int
     state_bytes: int = 0
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What a model needs for one sequence of `max_seq_len` tokens, and what there is.
 
-    `state_budget` is the part of `kv_budget` that recurrent states may take, with the checkpoints of earlier turns.
+    `kv_bytes_per_token` is what the newest token takes in all layers; those with a window give up as much for it once
+    they are full. `state_budget` is the part of `kv_budget` that recurrent states may take, with the checkpoints of
+    earlier turns.
     """
 
     weights: int
@@ -54,6 +64,7 @@ class MemoryPlan:
     total_device: int
     state_bytes: int = 0
     state_budget: int = 0
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
 
     @property
     def needed(self) -> int:
@@ -85,14 +96,50 @@ def matrix_bytes(rows: int, columns: int, kind: str) -> int:
     return rows * -(-columns // weights) * size
 
 
-def kv_bytes(tokens: int, bytes_per_token: int, block_size: int) -> int:
-    """Memory of the blocks that hold `tokens`, and of the null block; nothing where there are no K and V."""
-    return (-(-tokens // block_size) + 1) * block_size * bytes_per_token
+def kv_bytes(
+    tokens: int, bytes_per_token: int, block_size: int, groups: tuple[LayerGroup, ...] = (LayerGroup(),)
+) -> int:
+    """Memory of the blocks that hold `tokens`, `bytes_per_token` in each group of layers, and of the null block;
+    nothing where there are no K and V."""
+    return (Windows(groups, block_size).blocks(tokens, 1) + 1) * block_size * bytes_per_token
 
 
-def kv_tokens(budget: int, bytes_per_token: int, block_size: int) -> int:
-    """Tokens that a budget of bytes holds; one block is the null block."""
-    return max(budget // (bytes_per_token * block_size) - 1, 0) * block_size
+def kv_tokens(
+    budget: int,
+    bytes_per_token: int,
+    block_size: int,
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),),
+    most: int | None = None,
+) -> int:
+    """Tokens that a budget of bytes holds, `bytes_per_token` in each group of layers; one block is the null block.
+
+    `most` bounds them where all groups have windows.
+    """
+    return blocks_to_tokens(budget // (bytes_per_token * block_size) - 1, block_size, groups, most)
+
+
+def blocks_to_tokens(
+    blocks: int, block_size: int, groups: tuple[LayerGroup, ...] = (LayerGroup(),), most: int | None = None
+) -> int:
+    """Tokens of one sequence, at most `most`, for which so many blocks are enough; whole blocks, or `most`."""
+    windows = Windows(groups, block_size)
+    if most is not None and windows.blocks(most, 1) <= blocks:
+        return most
+    low, high = 0, max(blocks, 0) + 1 if most is None else -(-most // block_size)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if windows.blocks(middle * block_size, 1) <= blocks else (low, middle)
+    return low * block_size
+
+
+def session_bytes(tokens: int, capabilities: Mapping[str, Any]) -> int:
+    """K and V of one session of so many tokens, in whole blocks, in an engine with these capabilities."""
+    kinds = capabilities["groups"]
+    if not kinds:
+        return 0
+    size = capabilities["block_size"]
+    windows = Windows(tuple(LayerGroup(kind["window"], kind["sinks"]) for kind in kinds), size)
+    return windows.blocks(tokens, 1) * size * (capabilities["bytes_per_token"] // len(kinds))
 
 
 def split_budget(budget: int, block_bytes: int, state_bytes: int, sequences: int) -> tuple[int, int]:
@@ -132,19 +179,21 @@ def plan_memory(
     per_token = kv_bytes_per_token(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, kv_format)
     _, slots = split_budget(kv_budget, per_token * block_size, sizes.state_bytes, sequences)
     state_budget = max(slots - 1, 0) * sizes.state_bytes
-    room = kv_tokens(kv_budget - state_budget, per_token, block_size) if per_token else sizes.context_tokens
-    tokens = max_seq_len or min(sizes.context_tokens, room)
+    context, groups = sizes.context_tokens, sizes.groups
+    room = kv_tokens(kv_budget - state_budget, per_token, block_size, groups, context) if per_token else context
+    tokens = max_seq_len or room
     return MemoryPlan(
         weights=sizes.weight_bytes,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=per_token * len(groups),
         max_seq_len=tokens,
-        kv_total=kv_bytes(tokens, per_token, block_size),
+        kv_total=kv_bytes(tokens, per_token, block_size, groups),
         kv_budget=kv_budget,
         workspace=workspace_bytes(sizes, batch_tokens, compute_bytes),
         available=available,
         total_device=total_device,
         state_bytes=sizes.state_bytes,
         state_budget=state_budget,
+        groups=groups,
     )
 
 
@@ -165,6 +214,7 @@ def plan_table(plan: MemoryPlan, *, model: str, device: str, dtype: str, kv_form
         ("weights", f"{human_bytes(plan.weights)} ({plan.weights} bytes) in {dtype}"),
         ("KV per token", f"{human_bytes(plan.kv_bytes_per_token)} ({plan.kv_bytes_per_token} bytes) in {kv_format}"),
         ("KV cache", f"{human_bytes(plan.kv_total)} ({plan.kv_total} bytes) for {plan.max_seq_len} tokens"),
+        *_window_rows(plan),
         *_state_rows(plan),
         ("KV budget", human_bytes(plan.kv_budget)),
         ("workspace", f"about {human_bytes(plan.workspace)}"),
@@ -173,6 +223,19 @@ def plan_table(plan: MemoryPlan, *, model: str, device: str, dtype: str, kv_form
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _window_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    kinds = Counter(group for group in plan.groups if group.window is not None)
+    return [
+        (
+            "window",
+            f"{count} of {len(plan.groups)} groups of layers keep the last {kind.window} tokens"
+            + (f" and the first {kind.sinks}" if kind.sinks else "")
+            + ", as long as there is room also the two windows that the last turn goes back to",
+        )
+        for kind, count in kinds.items()
+    ]
 
 
 def _state_rows(plan: MemoryPlan) -> list[tuple[str, str]]:

@@ -22,7 +22,8 @@ def find_miss(
     """Compare a session's cache with its next prompt; None if every cached token can stay. Resets `evicted_from`.
 
     `shared` tokens of the prompt are in full blocks that other sessions computed; a session without a cache of its own
-    begins with them. A recurrent state is lost back to the newest checkpoint before the difference.
+    begins with them. A recurrent state is lost back to the newest checkpoint before the difference, and with windows
+    all is lost back to where the one before is still held.
     `loss`: why what was kept of the session could not be used ("snapshot": it was refused), and the sentence about it.
 
     The caller's own word for what it did to the history (`request.cause`) comes first. Without one, equal text behind
@@ -41,8 +42,8 @@ def _find(
     position = common_prefix_len(cached, wanted)
     if position < len(cached):
         cause = request.cause or _guess(cached[position:], list(wanted[position:]), tokenizer)
-        kept = position if sequence.state is None else sequence.resume_point(min(position, len(wanted) - 1))
-        return _miss(position, cause, cached, wanted, len(cached) - kept)
+        limit = position if sequence.state is None else min(position, len(wanted) - 1)
+        return _miss(position, cause, cached, wanted, len(cached) - sequence.resume_point(limit))
     if evicted_from > position:
         return _miss(position, lost_cause or "evicted", cached, wanted, evicted_from - position, sentence)
     if not cached and request.stored_cache_pos > shared:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from engine import loader
+from engine.attention_layout import attention_layout, context_limit
 from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
@@ -22,6 +23,7 @@ from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource
 from kernels import planes
 from kernels.dispatch import triton_runs_on
+from kernels.layer_groups import LayerGroup
 
 CPU_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 """GGUF types whose blocks the CPU's kernels read as they are."""
@@ -62,16 +64,18 @@ def plan_model(config: EngineConfig) -> PlannedModel:
     share = loader.CARD_SHARE if device.type == "cuda" else loader.RAM_SHARE
     limits = loader.CUDA_LIMITS if device.type == "cuda" else loader.CPU_LIMITS
     state = state_spec(sizes, fmt.compute_dtype)
+    layout = attention_layout(config, sizes)
     plan = plan_memory(
         ModelSizes(
             weight_bytes=weights.nbytes,
-            num_layers=sizes.num_attention_layers,
+            num_layers=layout.stores,
+            groups=layout.groups or (LayerGroup(),),
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
             hidden_size=sizes.hidden_size,
             intermediate_size=max(sizes.intermediate_size, sizes.ssm.conv_channels if sizes.ssm else 0),
             vocab_size=sizes.vocab_size,
-            context_tokens=sizes.max_position_embeddings,
+            context_tokens=context_limit(config, sizes),
             state_bytes=state.nbytes if state is not None else 0,
         ),
         kv_format=kv_format,

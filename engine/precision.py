@@ -23,7 +23,7 @@ from engine.kv_cache.calibration import (
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.protocol import PrecisionQuery
-from engine.replay import Replay
+from engine.replay import Replay, scratch_blocks
 from engine.sampling.params import check_whole
 from engine.sequence import common_prefix_len
 from kernels.kv_format import FP32, KV_FORMATS
@@ -54,8 +54,10 @@ def check_query(query: PrecisionQuery) -> None:
 def scratch_bytes(parts: EngineParts, query: PrecisionQuery) -> int:
     """The most that is held at one time: a float32 cache of all ids, and both runs' logits."""
     spec = replace(parts.cache.spec, format=FP32)
-    blocks = -(-(len(query.token_ids) + GREEDY_TOKENS) // spec.block_size) + 1
-    return blocks * spec.block_bytes + 2 * 4 * query.count * parts.vocab_size
+    return (
+        scratch_blocks(spec, len(query.token_ids) + GREEDY_TOKENS) * spec.block_bytes
+        + 2 * 4 * query.count * parts.vocab_size
+    )
 
 
 def check_scratch(parts: EngineParts, needed: int) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 from engine.debugging.invariants import invariants
 from engine.debugging.records import block_contents
 from engine.errors import InvalidRequest
+from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.window import BlockPlace
+from engine.ledger import used_bytes
 from engine.loader import EngineParts
 from engine.protocol import ProbeQuery
 from engine.sequence import Sequence
@@ -31,7 +34,8 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
     ratio, violation = kv_ratio(loop, parts, sequence), loop.lights.first(session_id)
     blocks = _blocks(loop, parts, sequence)
     if held is not None:
-        blocks = _kept("ram", held.cache_pos, spec.block_size, parts.kv_format, held.turns)
+        turns = _turns_by_index(held.places, held.turns)
+        blocks = _kept("ram", held.cache_pos, spec.block_size, parts.kv_format, turns)
     return {
         "session_id": session_id,
         "model": parts.name,
@@ -47,8 +51,9 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
         "refused": None,
         "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,
-        "bytes_used": sequence.cache_pos * spec.bytes_per_token + state_bytes,
-        "bytes_reserved": len(sequence.block_table) * spec.block_bytes + state_bytes,
+        "bytes_used": used_bytes(sequence, spec) + state_bytes,
+        "bytes_reserved": sequence.blocks.count * spec.block_bytes + state_bytes,
+        "groups": _groups(parts, sequence),
         "state": state,
         "kv_ratio": ratio,
         "invariants": invariants(loop.prefix_cache, loop.lights, sequence, ratio is None or isfinite(ratio)),
@@ -63,11 +68,12 @@ def kv_ratio(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> float | 
 
     Where it is large, a format with one scale for both, or few bits at all, costs more.
     """
-    count = min(sequence.cache_pos, RATIO_TOKENS)
+    windows = [group.window for group in parts.cache.spec.groups if group.window is not None]
+    count = min([sequence.cache_pos, RATIO_TOKENS, *windows])
     if not count or not parts.cache.spec.num_layers:
         return None
     loop.runner.sync_blocks()
-    both = parts.cache.read_tokens(sequence.block_table, sequence.cache_pos - count, count)
+    both = parts.cache.read_tokens(sequence.block_tables, sequence.cache_pos - count, count)
     keys, values = both.abs().amax((1, 2, 3, 4)).tolist()
     if not isfinite(keys) or not isfinite(values):
         return nan
@@ -89,6 +95,22 @@ def _state(parts: EngineParts, sequence: Sequence) -> dict[str, Any] | None:
     }
 
 
+def _groups(parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:
+    """Of each group of layers what it sees and what it holds of the sequence."""
+    spec = parts.cache.spec
+    return [
+        {
+            "window": group.window,
+            "sinks": group.sinks,
+            "layers": [layer for layer, place in enumerate(spec.places) if place.group == index],
+            "held_tokens": sequence.blocks.held_tokens(index, sequence.cache_pos),
+            "bytes": sum(block_id != NULL_BLOCK for block_id in table) * spec.block_bytes,
+            "block_table": list(table),
+        }
+        for index, (group, table) in enumerate(zip(spec.groups, sequence.block_tables, strict=False))
+    ]
+
+
 def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict[str, Any]]:
     size = parts.cache.spec.block_size
     pool = loop.prefix_cache.pool
@@ -96,6 +118,8 @@ def _blocks(loop: StepLoop, parts: EngineParts, sequence: Sequence) -> list[dict
     blocks = []
     contents = block_contents(sequence)
     for index, block_id in enumerate(sequence.block_table):
+        if block_id == NULL_BLOCK:
+            continue
         start = index * size
         in_tree = index < sequence.tree_blocks
         blocks.append(
@@ -121,14 +145,19 @@ def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> 
     manifest = snapshots.manifest(session_id) if not here and report["status"] == "idle" else None
     if manifest is None or report["refused"] is not None:
         return report
-    turns = [block.turn for block in manifest.blocks]
+    turns = _turns_by_index(manifest.places, [block.turn for block in manifest.blocks])
     kv_format = snapshots.kv_format(session_id) or report["kv_format"]
     report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, kv_format, turns)
     report["away"] = {"tier": "disk", "tokens": manifest.cache_pos}
     return report
 
 
-def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: SequenceOf[str | None]) -> list[dict[str, Any]]:
+def _turns_by_index(places: SequenceOf[BlockPlace], turns: SequenceOf[str | None]) -> dict[int, str | None]:
+    """By index in the block tables, of the blocks that some group holds, which turn wrote them."""
+    return {index: turn for (_, index), turn in zip(places, turns, strict=True)}
+
+
+def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: dict[int, str | None]) -> list[dict[str, Any]]:
     """Blocks outside the pool: they have no id and, until they come back, no owner in it."""
     return [
         {
@@ -141,7 +170,7 @@ def _kept(tier: str, cache_pos: int, size: int, kv_format: str, turns: SequenceO
             "written_by_turn": turn,
             "last_audit": None,
         }
-        for index, turn in enumerate(turns)
+        for index, turn in turns.items()
     ]
 
 
@@ -159,15 +188,18 @@ def probe(loop: StepLoop, session_id: str, query: ProbeQuery) -> list[dict[str, 
     if not count:
         return []
     loop.runner.sync_blocks()
-    rows = parts.cache.read(sequence.block_table, query.layer, query.head, query.tensor, start, count)
+    rows = parts.cache.read(sequence.block_tables, query.layer, query.head, query.tensor, start, count)
     norms = rows.norm(dim=-1).tolist()
+    group, size = spec.places[query.layer].group, spec.block_size
+    held = [sequence.blocks.holds(group, position // size) for position in range(start, start + count)]
     return [
         {
             "position": start + index,
             "token_id": sequence.token_ids[start + index],
             "token": parts.tokenizer.token_text(sequence.token_ids[start + index]),
-            "values": [round(value, 6) for value in rows[index, :dims].tolist()],
-            "norm": round(norms[index], 6),
+            # A layer with a window has given up what lies before it.
+            "values": [round(value, 6) for value in rows[index, :dims].tolist()] if held[index] else [],
+            "norm": round(norms[index], 6) if held[index] else None,
         }
         for index in range(count)
     ]
@@ -178,8 +210,8 @@ def _check_query(query: ProbeQuery, spec: KVCacheSpec) -> None:
         raise InvalidRequest('tensor must be "k" or "v".')
     if not spec.num_layers:
         raise InvalidRequest("The model has no attention layers, so there are no keys and values to look at.")
-    if not 0 <= query.layer < spec.num_layers:
-        raise InvalidRequest(f"layer must lie between 0 and {spec.num_layers - 1}.")
+    if not 0 <= query.layer < len(spec.places):
+        raise InvalidRequest(f"layer must lie between 0 and {len(spec.places) - 1}.")
     if not 0 <= query.head < spec.num_kv_heads:
         raise InvalidRequest(f"head must lie between 0 and {spec.num_kv_heads - 1} (KV heads).")
     if query.start < 0:

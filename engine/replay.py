@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.kv_cache.ssm_state import SSMStatePool
 from engine.models.registry import DecoderModel
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
+from kernels.layer_groups import LayerGroup
 
 REPLAY_CHUNK = 256
 """Tokens of one step where nobody waits."""
@@ -25,11 +27,25 @@ STATE_SLOTS = 4
 """Of a recurrent state: the null slot, the live one, and what the sequence keeps on its way."""
 
 
-class Replay:
-    """One sequence of at most `max_tokens`; its K and V are kept as `spec` says."""
+def scratch_blocks(spec: KVCacheSpec, tokens: int) -> int:
+    """Blocks of a replay's cache."""
+    return spec.windows.blocks(tokens, REPLAY_CHUNK) + 1
 
-    def __init__(self, model: DecoderModel, spec: KVCacheSpec, max_tokens: int, balance: Tensor | None = None) -> None:
-        blocks = -(-max_tokens // spec.block_size) + 1
+
+class Replay:
+    """One sequence of at most `max_tokens`; its K and V are kept as `spec` says, with `keep_all` also those that
+    windows have passed."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        spec: KVCacheSpec,
+        max_tokens: int,
+        balance: Tensor | None = None,
+        keep_all: bool = False,
+    ) -> None:
+        groups = (LayerGroup(),) * len(spec.groups) if keep_all else spec.groups
+        blocks = scratch_blocks(replace(spec, groups=groups), max_tokens)
         self.model = model
         self.cache = KVCache(spec, model.device, extent_bytes=blocks * spec.block_bytes, max_blocks=blocks)
         self.cache.balance = balance
@@ -38,7 +54,7 @@ class Replay:
         self._states, checkpoints = None, None
         if model.state_spec is not None:
             self._states, checkpoints = SSMStatePool(model.state_spec, model.device), StateCheckpoints(self._slots)
-        prefixes = PrefixCache(BlockPool(blocks), spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
+        prefixes = PrefixCache(BlockPool(blocks), spec.block_size, checkpoints, spec.num_layers > 0, groups)
         self.sequence = Sequence(prefixes)
 
     def state(self) -> dict[str, Tensor] | None:
@@ -55,11 +71,12 @@ class Replay:
         sequence, parts = self.sequence, []
         end = len(sequence.token_ids) + len(token_ids)
         sequence.set_tokens([*sequence.token_ids, *token_ids])
-        sequence.reserve(end)
+        sequence.reserve(end, min(end, sequence.cache_pos + chunk))
         if self._states is not None:
             self._states.copy(self._slots.take_copies())
         while sequence.remaining:
             count = min(sequence.remaining, chunk)
+            sequence.reserve(end, sequence.cache_pos + count)
             item = ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=True)
             ids, meta = build_metadata(ScheduledBatch((item,)), self.cache.spec.block_size, self.model.device)
             first = max(0, end - logits - item.start)

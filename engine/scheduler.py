@@ -110,7 +110,9 @@ class Scheduler:
         decoding = bool(items)
         budget = self.limits.mixed_batch_tokens if decoding else self.limits.max_batch_tokens
         budget = max(budget - len(items), 1)
-        items += self._prefills(budget)
+        items += self._prefills(budget, alone=not items)
+        # A sequence whose blocks another one needed is no longer running.
+        items = [item for item in items if item.sequence.status is Status.RUNNING]
         return ScheduledBatch(tuple(items)) if items else None
 
     def _decodes(self) -> list[ScheduledItem]:
@@ -120,59 +122,85 @@ class Scheduler:
                 items.append(self._item(sequence, 1))
         return [item for item in items if item.sequence.status is Status.RUNNING]
 
-    def _prefills(self, budget: int) -> list[ScheduledItem]:
+    def _prefills(self, budget: int, alone: bool) -> list[ScheduledItem]:
+        """`alone`: nothing else runs in this step, so that one of them must."""
         items: list[ScheduledItem] = []
+        if self.waiting and self._cache.windows.any:
+            # Before windows move on: take over what is held now, and have it held where the prompts part.
+            self.waiting[0].adopt_prefix()
+            self._being_computed(self.waiting[0])
         for sequence in [seq for seq in self.running if seq.remaining > 1]:
-            count = sequence.next_chunk(budget)
-            if count and self._try_reserve(sequence, sequence.cache_pos + count):
+            if sequence.status is not Status.RUNNING:
+                continue
+            count = self._fitting_chunk(sequence, budget)
+            if not count and budget and alone and not items and self._reserve(sequence, sequence.cache_pos + 1):
+                count = 1
+            if count:
                 items.append(self._item(sequence, count))
                 budget -= count
         while self.waiting and budget:
             sequence = self.waiting[0]
             if sum(seq.places for seq in self.running) + sequence.places > self.limits.max_sequences:
                 break
-            if self._being_computed(sequence) or not self._admit(sequence):
+            count = 0 if self._being_computed(sequence) else self._admit(sequence, budget)
+            if not count:
                 break
-            count = sequence.next_chunk(budget)
             items.append(self._item(sequence, count))
             budget -= count
         return items
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the first waiting sequence to the running ones if the blocks for all its known tokens can be had."""
+    def _fitting_chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a prefill, at most `budget`, that can be run because blocks for them, and in groups without a
+        window for all that follow, can be had; 0 if there are none."""
+        count, known = sequence.next_chunk(budget), len(sequence.token_ids)
+        while count and not self._try_reserve(sequence, known, sequence.cache_pos + count):
+            count = count // 2 if self._cache.windows.any else 0
+        return min(count, sequence.next_chunk(budget))
+
+    def _admit(self, sequence: Sequence, budget: int) -> int:
+        """Move the first waiting sequence to the running ones if there are blocks for it; the tokens of its first
+        step."""
         sequence.adopt_prefix()
-        if not self._try_reserve(sequence, len(sequence.token_ids)):
-            return False
-        self.waiting.popleft()
-        sequence.status = Status.RUNNING
-        self.running.append(sequence)
-        return True
+        sequence.begin_turn()
+        if self._cache.windows.blocks(len(sequence.token_ids), 1) > self._cache.pool.limit - 1:
+            return 0
+        count = self._fitting_chunk(sequence, budget)
+        if count:
+            self.waiting.popleft()
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+        return count
 
     def _being_computed(self, sequence: Sequence) -> bool:
-        """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share."""
+        """True if a running prefill is about to compute more of this prompt than the cache holds: wait, then share. It
+        will make a stop where they part."""
         held = max(sequence.cache_pos, self._cache.shared(sequence.token_ids).count)
         for other in self.running:
             if other.remaining > 1:
                 shared = other.will_share(common_prefix_len(other.token_ids, sequence.token_ids[:-1]))
                 if shared >= held + self._cache.block_size and shared > other.cache_pos:
+                    other.stop_at(shared)
                     return True
         return False
 
     def _item(self, sequence: Sequence, count: int) -> ScheduledItem:
         return ScheduledItem(sequence, sequence.cache_pos, count, wants_logits=count == sequence.remaining)
 
-    def _try_reserve(self, sequence: Sequence, token_count: int) -> bool:
+    def _try_reserve(self, sequence: Sequence, token_count: int, step_end: int | None = None) -> bool:
         """Reserve, taking blocks from sequences that do not run if need be; False if that is not enough."""
         while True:
             try:
-                sequence.reserve(token_count)
+                sequence.reserve(token_count, step_end)
                 return True
             except OutOfBlocks:
                 if not self._reclaim(sequence):
                     return False
 
     def _reclaim(self, for_sequence: Sequence) -> bool:
-        """Take the blocks of one sequence that is not running: the longest idle, else the last one waiting."""
+        """Take what one sequence holds only for going back, else the blocks of one that is not running: the longest
+        idle, else the last one waiting."""
+        if any(sequence.drop_spare() for sequence in (*self.idle.values(), *self.waiting, *self.running)):
+            return True
         return self.displace_one() or self.on_shortage() or self.displace_waiting(for_sequence)
 
     def displace_waiting(self, but: Sequence | None = None) -> bool:
@@ -185,12 +213,13 @@ class Scheduler:
 
     def make_room(self, count: int) -> bool:
         """See to it that `count` blocks are free, taking them from idle sessions if need be; False if they can't be."""
-        held = sum(len(sequence.block_table) for sequence in (*self.running, *self.waiting))
-        while self._cache.pool.limit - 1 - held < count:
+        held = {block_id for sequence in (*self.running, *self.waiting) for block_id in sequence.blocks}
+        while self._cache.pool.limit - 1 - len(held) < count:
             if not self.on_shortage():
                 return False
         while self._cache.pool.free_count + self._cache.evictable_count() < count:
-            if not (self.displace_one() or self.on_shortage()):
+            spare = any(sequence.drop_spare() for sequence in self.sequences())
+            if not (spare or self.displace_one() or self.on_shortage()):
                 return False
         self._cache.evict(count - self._cache.pool.free_count)
         return True

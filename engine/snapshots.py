@@ -15,7 +15,7 @@ from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.kv_cache.snapshot_writer import SnapshotWriter
-from engine.restore import AUDITED_BLOCKS, NoRoom
+from engine.restore import NoRoom, audit_blocks
 from engine.step_loop import StepLoop
 
 MOST_BYTES = 8 * 2**30
@@ -67,7 +67,7 @@ class Snapshots:
         if manifest is None:
             return False
         checkpoints = loop.prefix_cache.checkpoints
-        wanted = len(manifest.blocks) + AUDITED_BLOCKS if manifest.blocks else 0
+        wanted = len(manifest.blocks) + audit_blocks(loop.prefix_cache.windows) if manifest.blocks else 0
         has_slot = checkpoints is None or checkpoints.slots.free_count > 0
         return has_slot and wanted <= loop.prefix_cache.pool.free_count
 

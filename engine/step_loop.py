@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.window import BlockPlace
 from engine.loader import EngineParts
 from engine.miss import find_miss
 from engine.model_runner import ModelRunner
@@ -42,6 +44,15 @@ Taken = tuple[Sequence, int, SampledLogprob | None, TokenMeasure | None]
 """What was sampled for a sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedBlocks:
+    """Blocks out of the pool: `places[row]` is where the block in row `row` of `tensors` (`KVCache.export_blocks`)
+    stood."""
+
+    places: tuple[BlockPlace, ...]
+    tensors: dict[str, Tensor]
+
+
 class StepLoop:
     """Turns, scheduler and runner of one engine. Not thread-safe: only the engine thread calls it."""
 
@@ -58,7 +69,7 @@ class StepLoop:
         pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
         slots = BlockPool(parts.state_slots) if parts.states is not None else None
         checkpoints = StateCheckpoints(slots) if slots is not None else None
-        self.prefix_cache = PrefixCache(pool, spec.block_size, checkpoints, holds_kv=spec.num_layers > 0)
+        self.prefix_cache = PrefixCache(pool, spec.block_size, checkpoints, spec.num_layers > 0, spec.groups)
         self.scheduler = Scheduler(self.prefix_cache, parts.limits)
         limits = parts.limits
         self.runner = ModelRunner(
@@ -173,16 +184,20 @@ class StepLoop:
     def adopt_prefix(self, held: HeldBlocks, displacing: bool) -> None:
         """Put blocks that belong to no session into the tree. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
-        if len(self.prefix_cache.match(held.token_ids[: held.cache_pos])) < len(held.turns):
+        if self.prefix_cache.shared_blocks(held.token_ids[: held.cache_pos]) < held.cache_pos:
             self._restorer.restore(None, held, displacing=displacing, audit=True)
 
-    def export_prefix(self, token_ids: SequenceOf[int]) -> dict[str, Tensor] | None:
-        """The full blocks of these ids (`KVCache.export_blocks`); None where the tree lacks one, or there is none."""
-        path = self.prefix_cache.match(token_ids)
-        if not path or len(path) < len(token_ids) // self.prefix_cache.block_size:
+    def export_prefix(self, token_ids: SequenceOf[int]) -> ExportedBlocks | None:
+        """The full blocks of these ids that are needed to go on after them; None where the tree lacks one, or there is
+        none."""
+        cache, size = self.prefix_cache, self.prefix_cache.block_size
+        path, count = cache.match(token_ids), len(token_ids) - len(token_ids) % size
+        if not count or cache.shared_blocks(token_ids) < count:
             return None
+        indices, groups = range(count // size), range(len(cache.windows.groups))
+        places = tuple((group, i) for i in indices for group in groups if cache.windows.needs(group, i, count))
         self.runner.sync_blocks()
-        return self.runner.cache.export_blocks([node.block_id for node in path])
+        return ExportedBlocks(places, self.runner.cache.export_blocks([path[i].block_ids[g] for g, i in places]))
 
     def forget_prefix(self, token_ids: SequenceOf[int]) -> None:
         """Remove from the tree what of these ids belongs to no session and is not in use."""
@@ -227,7 +242,7 @@ class StepLoop:
         """Bytes of the cache that are allocated and hold no token."""
         cache = self.runner.cache
         slots = empty_slots(self.prefix_cache, self.scheduler.sequences(), cache.capacity_blocks)
-        return slots * cache.spec.bytes_per_token
+        return slots * cache.spec.group_bytes_per_token
 
     def check_integrity(self) -> None:
         scheduled = dict.fromkeys(self.scheduler.sequences())

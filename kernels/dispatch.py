@@ -35,8 +35,9 @@ class Operations:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     plan_attention: Callable[[BatchMetadata, PagedStore, int, int, torch.dtype], Any]
     store_kv: Callable[[Any, int, Tensor], None]
-    attention: Callable[[Any, int, Tensor, float], Tensor]
+    attention: Callable[[Any, int, Tensor, float, Tensor | None], Tensor]
     copy_blocks: Callable[[Sequence[Tensor], int, Sequence[tuple[int, int]]], None]
+    geglu: Callable[[Tensor], Tensor] = reference.geglu
     causal_conv: Callable[..., None] = ssm.causal_conv_reference
     ssm_step: Callable[..., None] = ssm.ssm_step_reference
     ssm_chunk: Callable[..., None] = recurrence.ssm_chunk

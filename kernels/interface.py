@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.layer_groups import LayerGroup, LayerPlace
+
 
 class BatchMetadata(Protocol):
-    """S sequences with T tokens in all, tokens of a sequence adjacent. Tensors lie on the model's device."""
+    """S sequences with T tokens in all, tokens of a sequence adjacent, for a cache with G groups of layers.
+
+    Tensors lie on the model's device."""
 
     @property
     def positions(self) -> Tensor:
@@ -19,12 +23,12 @@ class BatchMetadata(Protocol):
 
     @property
     def slot_mapping(self) -> Tensor:
-        """int64 [T]: block_id * block_size + offset of the slot that takes the token's K and V."""
+        """int64 [G, T]: block_id * block_size + offset of the slot that takes the token's K and V, for each group."""
         ...
 
     @property
     def block_tables(self) -> Tensor:
-        """int32 [S, blocks], padded with the null block 0; contiguous."""
+        """int32 [G, S, blocks], the null block 0 where a group holds none; contiguous."""
         ...
 
     @property
@@ -65,6 +69,16 @@ class PagedStore(Protocol):
         ...
 
     @property
+    def groups(self) -> Sequence[LayerGroup]:
+        """Groups of layers, each with block tables of its own."""
+        ...
+
+    @property
+    def places(self) -> Sequence[LayerPlace]:
+        """Of each layer that attends; the first layer at a place stores K and V there."""
+        ...
+
+    @property
     def scale_extents(self) -> Sequence[Tensor]:
         """The scales of each extent's blocks, where the format has them."""
         ...
@@ -76,7 +90,9 @@ class PagedStore(Protocol):
 
     @property
     def balance(self) -> Tensor | None:
-        """float32 [num_layers, num_kv_heads, head_dim]: divides stored keys and multiplies queries; None is 1."""
+        """float32 [layers that attend, num_kv_heads, head_dim]: divides stored keys and multiplies queries; None is 1.
+
+        Layers at one place take the factors of the first of them."""
         ...
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

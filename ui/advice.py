@@ -6,7 +6,7 @@ Pure: lengths and sizes in, plain values out.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 NEEDED_TURNS = 20
@@ -31,8 +31,9 @@ def recommended_len(p99: int, block_size: int) -> int:
     return -(-wanted // block_size) * block_size
 
 
-def advise(lengths: Sequence[int], max_seq_len: int, block_size: int, bytes_per_token: int) -> dict[str, Any]:
-    """The body of `GET /api/advice`. `lengths` are prompt and reply tokens of each turn, in any order.
+def advise(lengths: Sequence[int], max_seq_len: int, block_size: int, price: Callable[[int], int]) -> dict[str, Any]:
+    """The body of `GET /api/advice`. `lengths` are prompt and reply tokens of each turn, in any order; `price` tells
+    the bytes that a session of so many tokens takes.
 
     `saved_bytes` is the difference of the worst case of one session, in whole blocks, at the present and at the
     recommended limit; 0 where lowering it is no advice.
@@ -51,8 +52,7 @@ def advise(lengths: Sequence[int], max_seq_len: int, block_size: int, bytes_per_
     ordered = sorted(lengths)
     p99 = percentile(ordered, 99)
     recommended = recommended_len(p99, block_size)
-    blocks = -(-max_seq_len // block_size) - recommended // block_size
-    saved = max(blocks, 0) * block_size * bytes_per_token
+    saved = max(price(max_seq_len) - price(recommended), 0)
     return base | {
         "p50": percentile(ordered, 50),
         "p95": percentile(ordered, 95),

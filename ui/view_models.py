@@ -192,7 +192,8 @@ def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def probe_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """`[position, token id, token text, norm, values...]`, rounded to what is shown."""
     return [
-        [row["position"], row["token_id"], row["token"], round(row["norm"], 2), *(round(v, 3) for v in row["values"])]
+        [row["position"], row["token_id"], row["token"], row["norm"] and round(row["norm"], 2)]
+        + [round(value, 3) for value in row["values"]]
         for row in rows
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,11 +77,14 @@ def _compared(parts: EngineParts, ids: tuple[int, ...], checked: Tensor, stored:
     right = yield from computed(parts, ids, parts.limits.mixed_batch_tokens, following)
     most = len(ids) if parts.states is not None else NOISE_TOKENS
     again = yield from computed(parts, ids[:most], NOISE_CHUNK, following if most >= len(ids) else None, DECODED)
+    if stored.rows is not None and right.rows is not None:
+        checked &= stored.rows.positions_held()
+        stored = replace(stored, rows=stored.rows.filled(right.rows))
     look = Audit(ids, checked, right, again, stored)
-    inv_freq = parts.model.weights.inv_freq.cpu()
-    for index in range(parts.cache.spec.num_layers):
+    for index in range(stored.rows.layers if stored.rows is not None else 0):
         yield
         assert stored.rows is not None and right.rows is not None and again.rows is not None
+        inv_freq = parts.model.inv_freq(index).cpu()
         layer, noise = layer_of(
             index, stored.rows, right.rows, again.rows, checked, inv_freq, parts.cache.spec.block_size
         )

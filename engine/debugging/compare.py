@@ -61,7 +61,7 @@ def checked_positions(positions: int | list[int] | None, count: int) -> Tensor:
 def check_room(parts: EngineParts, count: int) -> None:
     spec = parts.cache.spec
     copies = 1 + min(1.0, NOISE_TOKENS / count)
-    needed = int(copies * (-(-count // spec.block_size) + 2) * spec.block_bytes)
+    needed = int(copies * (-(-count // spec.block_size) + 2) * len(spec.groups) * spec.block_bytes)
     left = max(parts.max_blocks * spec.block_bytes - parts.cache.reserved_bytes, 0)
     if needed > left:
         raise InvalidRequest(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.debugging.faults import KINDS, rotate
 from engine.debugging.quarantine import own_blocks
-from engine.debugging.rows import StoredRows, read_rows, write_rows
+from engine.debugging.rows import StoredRows, is_held, read_rows, write_rows
 from engine.debugging.scratch import computed
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import Slices
@@ -39,7 +39,7 @@ def inject(loop: StepLoop, parts: EngineParts, request: FaultRequest) -> Slices[
     """
     sequence = _checked_sequence(loop, parts, request)
     ids = tuple(sequence.token_ids[: sequence.cache_pos])
-    layers = range(parts.cache.spec.num_layers) if request.layer is None else (request.layer,)
+    layers = range(len(parts.cache.spec.places)) if request.layer is None else (request.layer,)
     amount = DEFAULT_AMOUNT.get(request.kind, 0.0) if request.amount is None else request.amount
     positions = list(range(request.start, request.start + request.count))
     if request.kind == "swap_blocks":
@@ -51,6 +51,8 @@ def inject(loop: StepLoop, parts: EngineParts, request: FaultRequest) -> Slices[
     sequence = _checked_sequence(loop, parts, request)
     if tuple(sequence.token_ids[: sequence.cache_pos]) != ids:
         raise Conflict("The session's cache changed in the meantime; try again.")
+    if not all(is_held(parts.cache, sequence, layer, p) for layer in layers for p in positions):
+        raise InvalidRequest("A window has passed some of these positions, so they are no longer in the cache.")
     loop.keeper.save(request.session_id)
     try:
         copied = own_blocks(loop, sequence, positions)
@@ -74,8 +76,8 @@ def _write(
     old: StoredRows | None,
 ) -> None:
     rows = read_rows(parts.cache, sequence, sequence.cache_pos)
-    inv_freq = parts.model.weights.inv_freq.cpu()
     for layer in layers:
+        inv_freq = parts.model.inv_freq(layer).cpu()
         damaged = _damaged(kind, amount, rows.layer(layer), positions, old.layer(layer) if old else None, inv_freq)
         write_rows(parts.cache, sequence, layer, positions, damaged.to(parts.model.device))
 
@@ -136,8 +138,8 @@ def _checked_sequence(loop: StepLoop, parts: EngineParts, request: FaultRequest)
         raise InvalidRequest(f"kind must be one of {', '.join(KINDS)}.")
     if not spec.num_layers:
         raise InvalidRequest("The model has no attention layers, so there are no keys and values to damage.")
-    if request.layer is not None and not 0 <= request.layer < spec.num_layers:
-        raise InvalidRequest(f"layer must lie between 0 and {spec.num_layers - 1}, or be null for all.")
+    if request.layer is not None and not 0 <= request.layer < len(spec.places):
+        raise InvalidRequest(f"layer must lie between 0 and {len(spec.places) - 1}, or be null for all.")
     _check_amount(request)
     sequence = loop.scheduler.find(request.session_id)
     if sequence is None or not sequence.cache_pos:

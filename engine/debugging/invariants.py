@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence, Status
@@ -62,7 +63,7 @@ class InvariantLights:
         self._broken.pop(session_id, None)
 
     def _before(self, item: ScheduledItem, written: dict[int, Sequence]) -> Violation | None:
-        sequence, start, size = item.sequence, item.start, self._cache.block_size
+        sequence, start = item.sequence, item.start
         self.comparisons += 2
         if start != sequence.cache_pos:
             return Violation("next_position_is_length", f"The next token goes to position {start}, but "
@@ -72,12 +73,17 @@ class InvariantLights:
         if start != end:
             return Violation("cache_length_is_tokens_run", f"The cache is said to hold {start} tokens, but {end} were "
                              "run.")  # fmt: skip
-        if not self._cache.holds_kv:
-            return None
-        table = sequence.block_table
-        for index in range(start // size, -(-(start + item.count) // size)):
+        found = (self._written(sequence, table, start, item.count, written) for table in sequence.block_tables)
+        return next((violation for violation in found if violation is not None), None)
+
+    def _written(
+        self, sequence: Sequence, table: list[int], start: int, count: int, written: dict[int, Sequence]
+    ) -> Violation | None:
+        """Of the blocks of one group of layers that the next step writes."""
+        size = self._cache.block_size
+        for index in range(start // size, -(-(start + count) // size)):
             self.comparisons += 2
-            if index >= len(table):
+            if index >= len(table) or table[index] == NULL_BLOCK:
                 return Violation("cache_pos_within_blocks", f"Position {index * size} has no block.")
             if self._cache.pool.ref_count(table[index]) != 1:
                 owners = self._cache.pool.ref_count(table[index])
@@ -85,9 +91,10 @@ class InvariantLights:
                                  f"{owners} owners.")  # fmt: skip
             if written.setdefault(table[index], sequence) is not sequence:
                 return Violation("written_block_has_one_owner", f"Two sequences write block {table[index]}.")
-        if start % size == 0 or item.count > 1:
+        if start % size == 0 or count > 1:
             self.comparisons += len(table)
-            if len(set(table)) != len(table):
+            held = [block_id for block_id in table if block_id != NULL_BLOCK]
+            if len(set(held)) != len(held):
                 return Violation("no_position_twice", "A block stands twice in the block table, so two positions share "
                                  "a slot.")  # fmt: skip
         return None
@@ -127,21 +134,23 @@ def invariants(cache: PrefixCache, lights: InvariantLights, sequence: Sequence, 
 
     `finite`: whether the values that were looked at are. What broke during the last turn stays false until the next.
     """
-    size, table, count = cache.block_size, sequence.block_table, sequence.cache_pos
+    size, tables, count = cache.block_size, sequence.block_tables, sequence.cache_pos
+    blocks, last = list(sequence.blocks), [table[count // size] for table in tables if count % size]
     idle = sequence.status is Status.IDLE
     found = {
         "cache_length_is_tokens_run": 0 <= count <= len(sequence.token_ids),
-        "cache_pos_within_blocks": not cache.holds_kv or count <= len(table) * size,
+        "cache_pos_within_blocks": all(count <= len(table) * size for table in tables),
+        "windows_are_held": sequence.blocks.held_point(count) == count,
         "cached_ids_are_history": count <= len(sequence.token_ids)
         and (not cache.holds_kv or len(sequence.nodes) == count // size)
         and all(node.key == _ids(sequence, index, size) for index, node in enumerate(sequence.nodes)),
         "next_position_is_length": not idle or sequence.remaining <= 1,
-        "no_position_twice": len(set(table)) == len(table),
-        "no_block_twice": len(set(table)) == len(table),
-        "every_block_owned": all(cache.pool.ref_count(block_id) > 0 for block_id in table),
-        "last_block_not_shared": not table or not count % size or cache.pool.ref_count(table[count // size]) == 1,
+        "no_position_twice": len(set(blocks)) == len(blocks),
+        "no_block_twice": len(set(blocks)) == len(blocks),
+        "every_block_owned": all(cache.pool.ref_count(block_id) > 0 for block_id in blocks),
+        "last_block_not_shared": all(cache.pool.ref_count(block_id) == 1 for block_id in last),
         "written_block_has_one_owner": all(
-            cache.pool.ref_count(block_id) == 1 for block_id in table[-(-count // size) :]
+            cache.pool.ref_count(block_id) == 1 for table in tables for block_id in table[-(-count // size) :]
         ),
         "last_token_run_or_pending": not idle or sequence.remaining <= 1,
         "values_finite": finite,

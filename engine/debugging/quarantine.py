@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import Conflict
-from engine.kv_cache.block_pool import OutOfBlocks
+from engine.kv_cache.block_pool import NULL_BLOCK, OutOfBlocks
 from engine.sequence import Sequence, Status
 from engine.step_loop import StepLoop
 
@@ -19,7 +19,12 @@ def own_blocks(loop: StepLoop, sequence: Sequence, positions: Iterable[int]) -> 
     """
     size, pool = sequence.block_size, loop.prefix_cache.pool
     wanted = {position // size for position in positions}
-    shared = sorted(index for index in wanted if pool.ref_count(sequence.block_table[index]) > 1)
+    shared = [
+        (table, index)
+        for table in sequence.block_tables
+        for index in sorted(wanted)
+        if table[index] != NULL_BLOCK and pool.ref_count(table[index]) > 1
+    ]
     fresh: list[int] = []
     try:
         for _ in shared:
@@ -28,10 +33,10 @@ def own_blocks(loop: StepLoop, sequence: Sequence, positions: Iterable[int]) -> 
         for block_id in fresh:
             pool.release(block_id)
         raise
-    for index, block_id in zip(shared, fresh, strict=True):
-        pool.pending_copies.append((sequence.block_table[index], block_id))
-        pool.release(sequence.block_table[index])
-        sequence.block_table[index] = block_id
+    for (table, index), block_id in zip(shared, fresh, strict=True):
+        pool.pending_copies.append((table[index], block_id))
+        pool.release(table[index])
+        table[index] = block_id
     sequence.keep_private(min(wanted) * size)
     loop.runner.sync_blocks()
     return len(shared)

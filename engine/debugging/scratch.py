@@ -37,7 +37,7 @@ def computed(
     parts: EngineParts, ids: SequenceOf[int], chunk: int, following: int | None = None, decoded: int = 0
 ) -> Slices[Run]:
     """Run ids on a cache like the live one, `chunk` tokens a step and the last `decoded` one by one."""
-    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance)
+    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance, keep_all=True)
     split = max(len(ids) - decoded, 0)
     for part, step in ((ids[:split], chunk), (ids[split:], 1)):
         if part:
@@ -53,11 +53,11 @@ def computed(
 
 def continued(parts: EngineParts, ids: SequenceOf[int], rows: StoredRows, start: int) -> Slices[StoredRows]:
     """K and V as the model makes them of `ids` from `start` on if it goes on from stored rows. Needs attention only."""
-    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance)
+    replay = Replay(parts.model, parts.cache.spec, len(ids) + 1, parts.cache.balance, keep_all=True)
     replay.sequence.set_tokens(ids[:start])
     replay.sequence.reserve(start)
     if start:
-        put_rows(replay.cache, replay.sequence, StoredRows(rows.format, start, rows.tensors, rows.balance))
+        put_rows(replay.cache, replay.sequence, rows.first(start))
         replay.sequence.advance(start)
     yield from replay.slices(ids[start:], 1, parts.limits.mixed_batch_tokens)
     return read_rows(replay.cache, replay.sequence, len(ids))

@@ -87,5 +87,5 @@ def _held(sequence: EngineSequence, history: Sequence[int]) -> int:
 
 def _place(sequence: EngineSequence, position: int) -> dict[str, Any]:
     index, slot = divmod(position, sequence.block_size)
-    block = sequence.block_table[index] if sequence.block_table else None
+    block = sequence.block_table[index] or None if sequence.block_table else None  # a window may have passed it
     return {"block": block, "slot": slot, "origin": Origin(sequence.origins[position]).name.lower()}

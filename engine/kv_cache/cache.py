@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
 from kernels.dispatch import operations
 from kernels.kv_format import fill_extent_table
+from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
 EXTENT_BYTES = 32 * 2**20
+BlockTables = Sequence[Sequence[int]]
 
 
 def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
     """About `EXTENT_BYTES`, so that a whole number of extents is one full context: what is planned is allocated."""
-    blocks = -(-context_tokens // spec.block_size) + 1
+    blocks = spec.windows.blocks(context_tokens, 1) + 1
     count = max(1, round(blocks * spec.block_bytes / EXTENT_BYTES))
     return -(-blocks // count) * spec.block_bytes
 
@@ -58,6 +61,14 @@ class KVCache:
     @property
     def kv_format(self) -> str:
         return self.spec.kv_format
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.spec.groups
+
+    @property
+    def places(self) -> tuple[LayerPlace, ...]:
+        return self.spec.places
 
     @property
     def capacity_blocks(self) -> int:
@@ -136,29 +147,40 @@ class KVCache:
         extent, row = divmod(block_id, self.blocks_per_extent)
         return extents[extent][row]
 
-    def read(self, block_table: Sequence[int], layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
+    def read(self, tables: BlockTables, layer: int, head: int, tensor: str, start: int, count: int) -> Tensor:
         """float32 [count, head_dim] on the host: "k" or "v" of one KV head at `start : start + count` of a sequence."""
-        return self.read_tokens(block_table, start, count, layer)[0 if tensor == "k" else 1, 0, :, head].cpu()
+        return self.read_tokens(tables, start, count, layer)[0 if tensor == "k" else 1, 0, :, head].cpu()
 
-    def read_tokens(self, block_table: Sequence[int], start: int, count: int, layer: int | None = None) -> Tensor:
-        """float32 [2 (K, V), layers, count, num_kv_heads, head_dim] of one layer or all.
+    def read_tokens(self, tables: BlockTables, start: int, count: int, layer: int | None = None) -> Tensor:
+        """float32 [2 (K, V), layers, count, num_kv_heads, head_dim] of one layer that attends or all.
 
-        As attention reads them, keys with the balance constant taken out again.
+        `tables`: a block table for each group of layers. As attention reads them, keys with the balance constant taken
+        out again. NaN where a group does not hold a position's block.
         """
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
-        places = [divmod(position, self.spec.block_size) for position in range(start, start + count)]
-        slots = [(*divmod(block_table[index], self.blocks_per_extent), offset) for index, offset in places]
+        places = self.spec.places if layer is None else self.spec.places[layer : layer + 1]
+        if not count or not places:
+            return torch.empty(2, len(places), 0, self.spec.num_kv_heads, self.spec.head_dim)
+        stores = slice(None) if layer is None else slice(places[0].store, places[0].store + 1)
+        groups = {g: self._read_group(tables[g], stores, start, count) for g in {place.group for place in places}}
+        found = [groups[place.group][:, place.store if layer is None else 0] for place in places]
+        values = torch.stack(found, 1)
+        if self.balance is not None:
+            values[0] *= (self.balance if layer is None else self.balance[layer : layer + 1])[:, None]
+        return values
+
+    def _read_group(self, table: Sequence[int], stores: slice, start: int, count: int) -> Tensor:
+        """[2 (K, V), stores, count, num_kv_heads, head_dim]"""
+        size = self.spec.block_size
+        held = [(table[position // size], position % size) for position in range(start, start + count)]
 
         def rows(extents: list[Tensor]) -> Tensor:
-            """[2 or scale planes, layers, count, num_kv_heads, width]"""
-            found = [extents[extent][block, layers, :, offset] for extent, block, offset in slots]
+            """[2 or scale planes, stores, count, num_kv_heads, width]"""
+            found = [self._block(extents, block_id)[stores, :, offset] for block_id, offset in held]
             return torch.stack(found, 1).movedim(2, 0)
 
-        if not count:
-            return torch.empty(2, 1, 0, self.spec.num_kv_heads, self.spec.head_dim)
         values = decode(self.spec.format, rows(self.extents), rows(self.scale_extents) if self.scale_extents else None)
-        if self.balance is not None:
-            values[0] *= self.balance[layers, None]
+        absent = [index for index, (block_id, _) in enumerate(held) if block_id == NULL_BLOCK]
+        values[:, :, absent] = math.nan
         return values
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

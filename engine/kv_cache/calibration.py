@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.jobs import Slices, run_through
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.spec import KVCacheSpec
 from engine.models.registry import DecoderModel
 from engine.replay import REPLAY_CHUNK, Replay
 from kernels.kv_format import FP32
@@ -72,11 +73,11 @@ def calibration_slices(
 ) -> Slices[PrecisionLoss]:
     """As `calibrate`, pausing after each `chunk` tokens."""
     count = len(token_ids)
-    exact = Replay(model, replace(cache.spec, format=FP32), count)
+    exact = Replay(model, replace(cache.spec, format=FP32), count, keep_all=True)
     expected = yield from exact.slices(token_ids, count, chunk)
     candidates: list[Tensor | None] = [None]
     if cache.spec.format.has_scales:
-        keys, values = exact.cache.read_tokens(exact.sequence.block_table, 0, count)
+        keys, values = exact.cache.read_tokens(exact.sequence.block_tables, 0, count)
         candidates = [balance_constants(keys, values, evenness) for evenness in EVENNESS]
     losses: list[PrecisionLoss] = []
     for balance in candidates:
@@ -86,3 +87,13 @@ def calibration_slices(
     best = min(range(len(losses)), key=lambda i: losses[i].mean_kl)
     cache.balance = candidates[best]
     return losses[best]
+
+
+@torch.inference_mode()
+def layout_loss(model: DecoderModel, apart: KVCacheSpec, spec: KVCacheSpec, token_ids: Sequence[int]) -> PrecisionLoss:
+    """What a text loses with layers placed as in `spec` against `apart`, both in float32."""
+    count = len(token_ids)
+    expected, logits = (
+        Replay(model, replace(one, format=FP32), count).extend(token_ids, count) for one in (apart, spec)
+    )
+    return precision_loss(expected, logits)

@@ -13,11 +13,14 @@ MOST_EMPTY = 0.3
 
 def empty_slots(cache: PrefixCache, sequences: Iterable[Sequence], reserved_blocks: int) -> int:
     """Slots for tokens that have memory and hold none: in blocks that are free, and behind each sequence's last token.
+    Each group of layers has slots of its own.
 
     Blocks that only the tree holds count as full: a prompt that begins with their tokens uses them.
     """
     size = cache.block_size
-    open_ended = sum(len(sequence.block_table) * size - sequence.cache_pos for sequence in sequences)
+    open_ended = sum(
+        len(table) * size - sequence.cache_pos for sequence in sequences for table in sequence.block_tables
+    )
     return (reserved_blocks - cache.pool.used_count) * size + open_ended
 
 
@@ -36,9 +39,9 @@ def compact(cache: PrefixCache, sequences: Iterable[Sequence]) -> int:
     moves = cache.pool.compact()
     if moves:
         for node in cache.nodes():
-            node.block_id = moves.get(node.block_id, node.block_id)
+            node.block_ids = [moves.get(block_id, block_id) for block_id in node.block_ids]
         for sequence in sequences:
-            sequence.block_table = [moves.get(block_id, block_id) for block_id in sequence.block_table]
-            for node, block_id in zip(sequence.nodes, sequence.block_table, strict=False):
-                node.block_id = block_id  # also of those that are not in the tree
+            sequence.blocks.rename(moves)
+            for node in sequence.nodes:  # also those that are not in the tree
+                node.block_ids = [moves.get(block_id, block_id) for block_id in node.block_ids]
     return len(moves)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMAT, VERSION = "kvscope-snapshot", 1
+from engine.kv_cache.window import BlockPlace
+
+FORMAT, VERSION = "kvscope-snapshot", 2
 DIGEST_FIELD = "digest"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,9 +31,12 @@ class SnapshotRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block: row `row` of the tensors in file `segment`; `digest` is sha256 over them (`block_digest`)."""
+    """One block of a group of layers, at `index` of its table: row `row` of the tensors in file `segment`; `digest` is
+    sha256 over them (`block_digest`)."""
 
     key: str
+    group: int
+    index: int
     segment: str
     row: int
     digest: str
@@ -52,7 +57,8 @@ class StoredState:
 class Manifest:
     """`tensors` gives type and shape of one block's tensors by name, `segments` the size in bytes of each file.
 
-    Without a `state` every cached token is in a block; with one there may be no blocks (nothing attends).
+    Which blocks there have to be is for those to say who know the model's windows; without a `state` there is one of
+    each cached token in some group. `anchors` are those of `HeldBlocks`.
     """
 
     session_id: str
@@ -64,7 +70,12 @@ class Manifest:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     blocks: tuple[StoredBlock, ...]
     segments: Mapping[str, int]
+    anchors: tuple[int, ...] = ()
     state: StoredState | None = None
+
+    @property
+    def places(self) -> tuple[BlockPlace, ...]:
+        return tuple((block.group, block.index) for block in self.blocks)
 
     @property
     def files(self) -> set[str]:
@@ -111,7 +122,8 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         state = StoredState(**{**state, "tensors": _kinds_from_json(state["tensors"])})
     blocks = tuple(StoredBlock(**block) for block in body["blocks"])
     token_ids = tuple(map(int, body["token_ids"]))
-    return Manifest(**{**body, "tensors": tensors, "blocks": blocks, "token_ids": token_ids, "state": state})
+    changed = {"tensors": tensors, "blocks": blocks, "token_ids": token_ids, "state": state}
+    return Manifest(**{**body, **changed, "anchors": tuple(map(int, body["anchors"]))})
 
 
 def _kinds_from_json(kinds: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -119,9 +131,7 @@ def _kinds_from_json(kinds: dict[str, Any]) -> dict[str, tuple[str, tuple[int, .
 
 
 def _check(manifest: Manifest) -> None:
-    wanted = -(-manifest.cache_pos // manifest.block_size) if manifest.block_size > 0 else -1
-    blockless = manifest.state is not None and not manifest.blocks
-    if (len(manifest.blocks) != wanted and not blockless) or not 0 < manifest.cache_pos <= len(manifest.token_ids):
+    if not _counts_fit(manifest):
         raise SnapshotRefused(
             f"The snapshot's counts contradict each other: {len(manifest.blocks)} blocks of {manifest.block_size} and "
             f"{len(manifest.token_ids)} token ids for {manifest.cache_pos} cached tokens."
@@ -136,6 +146,20 @@ def _check(manifest: Manifest) -> None:
     kinds = [*manifest.tensors.values(), *(state.tensors.values() if state is not None else ())]
     if (manifest.blocks and "data" not in manifest.tensors) or any(dtype not in DTYPES for dtype, _ in kinds):
         raise SnapshotRefused("The snapshot's manifest is damaged: it names a type of tensor that blocks don't have.")
+
+
+def _counts_fit(manifest: Manifest) -> bool:
+    """Each group that has blocks has the last one, and none twice or beyond it; a state alone needs no blocks."""
+    if manifest.block_size < 1 or not 0 < manifest.cache_pos <= len(manifest.token_ids):
+        return False
+    last, places = (manifest.cache_pos - 1) // manifest.block_size, manifest.places
+    groups = {group for group, _ in places}
+    return (
+        (bool(groups) or manifest.state is not None)
+        and len(set(places)) == len(places)
+        and all(group >= 0 and 0 <= index <= last for group, index in places)
+        and all((group, last) in places for group in groups)
+    )
 
 
 def file_number(name: str) -> int:

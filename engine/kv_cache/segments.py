@@ -37,7 +37,8 @@ Blocks = Iterator[tuple[str, Mapping[str, Tensor]]]
 def write_segments(
     folder: Path, blocks: Blocks, write: Callable[[Path, bytes], None]
 ) -> tuple[dict[str, StoredBlock], dict[str, int]]:
-    """Put blocks into new files of `folder`: `(blocks by key, sizes by file)`. Raises OSError."""
+    """Put blocks into new files of `folder`: `(blocks by key, sizes by file)`; of a block only key, file, row and
+    digest are known here. Raises OSError."""
     added: dict[str, StoredBlock] = {}
     sizes: dict[str, int] = {}
     number = _last_number(folder)
@@ -49,7 +50,7 @@ def write_segments(
         write(folder / name, data)
         sizes[name] = len(data)
         for row, (key, tensors) in enumerate(group):
-            added[key] = StoredBlock(key, name, row, block_digest(tensors), None)
+            added[key] = StoredBlock(key, 0, 0, name, row, block_digest(tensors), None)
     return added, sizes
 
 
@@ -69,16 +70,16 @@ def read_state(folder: Path, stored: StoredState) -> dict[str, Tensor]:
 
 
 def read_blocks(folder: Path, manifest: Manifest) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """`(index, tensors)` of each block, verified, in order. Raises `SnapshotRefused`."""
+    """`(row, tensors)` of each block, verified, in the manifest's order. Raises `SnapshotRefused`."""
     segment, loaded = "", {}
     for index, block in enumerate(manifest.blocks):
         if block.segment != segment:
             segment, loaded = block.segment, _load_segment(folder / block.segment, manifest)
         if block.row >= len(loaded["data"]):
-            raise SnapshotRefused(f"The snapshot's file {segment} lacks block {index}.")
+            raise SnapshotRefused(f"The snapshot's file {segment} lacks block {block.index}.")
         tensors = {name: tensor[block.row] for name, tensor in loaded.items()}
         if block_digest(tensors) != block.digest:
-            raise SnapshotRefused(f"The snapshot's block {index} is damaged: its digest does not fit.")
+            raise SnapshotRefused(f"The snapshot's block {block.index} is damaged: its digest does not fit.")
         yield index, tensors
 
 

@@ -18,6 +18,7 @@ from engine.kv_cache.durable import sync_folder, write_durably
 from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBlock, StoredState, tensor_kinds
 from engine.kv_cache.segments import is_wasteful, read_blocks, read_state, write_segments, write_state
+from engine.kv_cache.window import BlockPlace
 
 MANIFEST = "manifest.json"
 SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -127,6 +128,8 @@ class SnapshotStore:
         return HeldBlocks(
             token_ids=manifest.token_ids,
             cache_pos=manifest.cache_pos,
+            places=manifest.places,
+            anchors=manifest.anchors,
             turns=tuple(block.turn for block in manifest.blocks),
             keys=tuple(block.key for block in manifest.blocks),
             tensors=out,
@@ -170,7 +173,9 @@ class SnapshotStore:
         try:
             live = ((manifest.blocks[index].key, block) for index, block in read_blocks(folder, manifest))
             added, sizes = write_segments(folder, live, self._write)
-            blocks = _with_turns([added[b.key] for b in manifest.blocks], [b.turn for b in manifest.blocks])
+            blocks = _placed(
+                [added[b.key] for b in manifest.blocks], manifest.places, [b.turn for b in manifest.blocks]
+            )
             self._put(folder, replace(manifest, blocks=blocks, segments=sizes))
         except (OSError, SnapshotRefused):
             self._sweep_leftovers(manifest.session_id)
@@ -250,14 +255,20 @@ def _manifest_of(
         token_ids=job.token_ids,
         cache_pos=job.cache_pos,
         tensors=tensor_kinds(first) if first is not None else old.tensors if old else {},
-        blocks=_with_turns(blocks, job.turns),
+        blocks=_placed(blocks, job.places, job.turns),
         segments={name: sizes[name] for name in sorted({block.segment for block in blocks})},
+        anchors=job.anchors,
         state=state,
     )
 
 
-def _with_turns(blocks: Sequence[StoredBlock], turns: Sequence[str | None]) -> tuple[StoredBlock, ...]:
-    return tuple(replace(block, turn=turn) for block, turn in zip(blocks, turns, strict=True))
+def _placed(
+    blocks: Sequence[StoredBlock], places: Sequence[BlockPlace], turns: Sequence[str | None]
+) -> tuple[StoredBlock, ...]:
+    return tuple(
+        replace(block, group=group, index=index, turn=turn)
+        for block, (group, index), turn in zip(blocks, places, turns, strict=True)
+    )
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,28 @@ from engine.models.config import ModelConfig
 from engine.models.layers import Linear
 from kernels.dispatch import Operations
 
+Tables = tuple[Tensor, Tensor]
+"""cos and sign-folded sin [T, 1, rotary_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a layer rotates this step's queries and keys, and the queries for sinks, where some lie beyond a window."""
+
+    own: Tables
+    sinks: Tables | None
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What all layers of one step share.
 
-    For attention the kernels' plan, cos and sign-folded sin [T, 1, rotary_dim]; for recurrences the sequences' states,
-    and where each sequence's tokens start, int32 [S + 1]. `one_each`: every sequence has a single token.
+    For attention the kernels' plan and the turn of each layer that attends; for recurrences the sequences' states, and
+    where each sequence's tokens start, int32 [S + 1]. `one_each`: every sequence has a single token.
     """
 
     plan: Any
-    cos: Tensor
-    sin: Tensor
+    turns: Sequence[Turn]
     states: StateBatch | None
     query_starts: Tensor
     one_each: bool
@@ -33,10 +44,11 @@ class StepContext:
 class Attention:
     """`qkv` yields all query heads, then key heads, then value heads; `q_norm`, `k_norm` [head_dim] where used.
 
-    `layer` counts the layers that have K and V.
+    `layer` counts the layers that attend, `rope` is the layer's among `DecoderWeights.ropes`.
     """
 
     layer: int
+    rope: int
     qkv: Linear
     o: Linear
     q_norm: Tensor | None
@@ -59,6 +71,10 @@ class Attention:
             keys = turned[:, config.num_heads :]
             queries.copy_(ops.rms_norm(queries, self.q_norm, config.rms_norm_eps))
             keys.copy_(ops.rms_norm(keys, self.k_norm, config.rms_norm_eps))
-        ops.rotary(turned[..., : config.rotary_dim], step.cos, step.sin)
+        turn, sink_queries = step.turns[self.layer], None
+        if turn.sinks is not None:
+            sink_queries = queries.clone()
+            ops.rotary(sink_queries[..., : config.rotary_dim], *turn.sinks)
+        ops.rotary(turned[..., : config.rotary_dim], *turn.own)
         ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
-        return self.o(ops.attention(step.plan, self.layer, queries, config.head_dim**-0.5))
+        return self.o(ops.attention(step.plan, self.layer, queries, config.attention_scale, sink_queries))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelFileError
+from engine.models.windows import windows_from_json
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Of gated MLPs, by their names in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class SSMConfig:
 class ModelConfig:
     """Sizes of a decoder whose layers mix tokens by attention or, those in `ssm_layers`, by a Mamba-2 recurrence.
 
-    `tied` None: the head is the embedding if the file has no other. `sliding_window` None: all tokens are attended to.
+    `tied` None: the head is the embedding if the file has no other. `sliding_window` None: all tokens are attended to,
+    as they are by the `global_layers` in any case; layers with the window have `local_rope` where it is given.
+    `query_scale` multiplies scores, 0 means one over the root of head_dim; `embedding_scale` what is embedded.
     Without attention `num_heads`, `num_kv_heads` and `head_dim` are 0, without MLPs `intermediate_size`.
     """
 
@@ -85,6 +90,11 @@ class ModelConfig:
     rope: RopeConfig
     tied: bool | None = None
     sliding_window: int | None = None
+    global_layers: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    query_scale: float = 0.0
+    embedding_scale: float = 1.0
+    activation: str = "silu"
     ssm: SSMConfig | None = None
     ssm_layers: tuple[int, ...] = ()
 
@@ -92,6 +102,16 @@ class ModelConfig:
     def num_attention_layers(self) -> int:
         """Layers that have K and V."""
         return self.num_layers - len(self.ssm_layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What each layer that attends sees of the past, in tokens with the newest; None: all."""
+        attending = (layer for layer in range(self.num_layers) if layer not in self.ssm_layers)
+        return tuple(None if layer in self.global_layers else self.sliding_window for layer in attending)
+
+    @property
+    def attention_scale(self) -> float:
+        return self.query_scale or float(self.head_dim) ** -0.5
 
     @property
     def rotary_dim(self) -> int:
@@ -115,11 +135,11 @@ def config_from_json(values: Mapping[str, Any], partial_rotary: float = 1.0) -> 
     """
     heads = int(number(values, "num_attention_heads"))
     hidden = int(number(values, "hidden_size"))
-    context = int(number(values, "max_position_embeddings", 2048))
-    check_activation(values)
+    context, layers = int(number(values, "max_position_embeddings", 2048)), int(number(values, "num_hidden_layers"))
+    window, global_layers = windows_from_json(values, layers)
     return ModelConfig(
         model_type=str(values.get("model_type")),
-        num_layers=int(number(values, "num_hidden_layers")),
+        num_layers=layers,
         hidden_size=hidden,
         intermediate_size=int(number(values, "intermediate_size")),
         num_heads=heads,
@@ -128,27 +148,23 @@ def config_from_json(values: Mapping[str, Any], partial_rotary: float = 1.0) -> 
         vocab_size=int(number(values, "vocab_size")),
         max_position_embeddings=context,
         rms_norm_eps=float(number(values, "rms_norm_eps", 1e-6)),
-        rope=_rope_from_json(values, context, partial_rotary),
+        rope=rope_from_json(values, context, partial_rotary),
         tied=values.get("tie_word_embeddings"),
-        sliding_window=_window_from_json(values),
+        sliding_window=window,
+        global_layers=global_layers,
+        activation=check_activation(values),
     )
 
 
-def check_activation(values: Mapping[str, Any]) -> None:
+def check_activation(values: Mapping[str, Any], known: Iterable[str] = ACTIVATIONS) -> str:
+    """Its name in `ModelConfig`. Raises `ModelFileError` for one that is not `known`."""
     activation = values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    if activation not in known:
         raise ModelFileError(f"The activation {activation!r} is not supported.")
+    return ACTIVATIONS[activation]
 
 
-def _window_from_json(values: Mapping[str, Any]) -> int | None:
-    """Qwen files name a window that `use_sliding_window` switches off; `layer_types` says what is really used."""
-    window = values.get("sliding_window")
-    layer_types = values.get("layer_types")
-    used = values.get("use_sliding_window", True) and (layer_types is None or "sliding_attention" in layer_types)
-    return int(window) if window and used else None
-
-
-def _rope_from_json(values: Mapping[str, Any], context: int, partial: float) -> RopeConfig:
+def rope_from_json(values: Mapping[str, Any], context: int, partial: float) -> RopeConfig:
     """Files since transformers 5 hold `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
     scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in scaling.values()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.ssm_state import SSMStatePool, SSMStateSpec
-from engine.models.attention import Attention, StepContext
+from engine.models.attention import Attention, StepContext, Tables, Turn
 from engine.models.config import ModelConfig
 from engine.models.layers import Embedding, Linear, WeightFormat
 from engine.models.recurrence import Recurrence, state_spec
@@ -28,20 +28,30 @@ Mixer = Attention | Recurrence
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """norm float [hidden]; `gate_up` yields gate, then up."""
+    """norm float [hidden]; `gate_up` yields gate, then up. `post_norm` [hidden] norms the result where used."""
 
     norm: Tensor
     gate_up: Linear
     down: Linear
+    post_norm: Tensor | None = None
+
+    def __call__(self, x: Tensor, config: ModelConfig, ops: Operations) -> Tensor:
+        """x [T, hidden], before the norm -> [T, hidden] to add to it."""
+        gate_up = self.gate_up(ops.rms_norm(x, self.norm, config.rms_norm_eps))
+        result = self.down(ops.swiglu(gate_up) if config.activation == "silu" else ops.geglu(gate_up))
+        return result if self.post_norm is None else ops.rms_norm(result, self.post_norm, config.rms_norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """What mixes tokens, with the norm before it (float [hidden]), and the MLP where the architecture has one."""
+    """What mixes tokens, with the norm before it (float [hidden]), and the MLP where the architecture has one.
+
+    `post_norm` [hidden] norms the mixer's result where used."""
 
     mixer_norm: Tensor
     mixer: Mixer
     mlp: GatedMLP | None
+    post_norm: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -49,21 +59,30 @@ class DecoderLayer:
 
     @property
     def nbytes(self) -> int:
-        own = self.mixer_norm.nbytes + self.mixer.nbytes
-        mlp = self.mlp
-        return own if mlp is None else own + mlp.norm.nbytes + mlp.gate_up.nbytes + mlp.down.nbytes
+        mlp, norms = self.mlp, [self.mixer_norm, self.post_norm]
+        norms += [] if mlp is None else [mlp.norm, mlp.post_norm]
+        linears = 0 if mlp is None else mlp.gate_up.nbytes + mlp.down.nbytes
+        return self.mixer.nbytes + linears + sum(norm.nbytes for norm in norms if norm is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary embedding: `inv_freq` float32 [rotary_dim / 2]; cos and sin are multiplied by `scale`."""
+
+    inv_freq: Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All tensors of a model. `rope_scale` multiplies cos and sin of the rotary embedding."""
+    """All tensors of a model. `ropes`: that of layers which see everything, then that of layers with a window where it
+    is another."""
 
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Tensor
     head: Linear
-    inv_freq: Tensor
-    rope_scale: float
+    ropes: tuple[Rope, ...]
     tied_in_memory: bool
 
     @property
@@ -131,6 +150,11 @@ class DecoderModel:
         return self._runs_triton and "sample" not in self.replaced_kernels
 
     @torch.inference_mode()
+    def inv_freq(self, layer: int) -> Tensor:
+        """RoPE's frequencies float32 [rotary dim / 2] of a layer, counted among those that attend."""
+        attending = [part.mixer for part in self.weights.layers if isinstance(part.mixer, Attention)]
+        return self.weights.ropes[attending[layer].rope].inv_freq
+
     def forward(
         self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None = None
     ) -> Tensor:
@@ -156,26 +180,47 @@ class DecoderModel:
             return self._fused(weights.embedding(token_ids), cache, meta)
         step = self._step_context(cache, meta, states)
         x = weights.embedding(token_ids)
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
         for layer in weights.layers:
             if abandoned():
                 raise StepAbandoned
-            x += layer.mixer(ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step, config, ops)
+            mixed = layer.mixer(ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step, config, ops)
+            if layer.post_norm is not None:
+                mixed = ops.rms_norm(mixed, layer.post_norm, config.rms_norm_eps)
+            x += mixed
             if layer.mlp is not None:
-                normed = ops.rms_norm(x, layer.mlp.norm, config.rms_norm_eps)
-                x += layer.mlp.down(ops.swiglu(layer.mlp.gate_up(normed)))
+                x += layer.mlp(x, config, ops)
         if states is not None and step.states is not None:
             states.put_back(step.states)
         return ops.rms_norm(x, weights.norm, config.rms_norm_eps)
 
     def _step_context(self, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None) -> StepContext:
-        ops, config, weights = self._operations, self.config, self.weights
-        plan = None
+        config, plan = self.config, None
         if config.num_attention_layers:
-            plan = ops.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype)
-        cos, sin = ops.rotary_tables(meta.positions, weights.inv_freq, weights.rope_scale, self.dtype)
+            plan = self._operations.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype)
         one_each = max(meta.query_lens) == 1
         batch = states.take(meta.state_slots, apart=not one_each) if states is not None else None
-        return StepContext(plan, cos, sin, batch, meta.cu_seqlens_q, one_each)
+        return StepContext(plan, self._turns(cache, meta), batch, meta.cu_seqlens_q, one_each)
+
+    def _turns(self, cache: KVCache, meta: AttentionMetadata) -> list[Turn]:
+        """Of each layer that attends. Until a context passes it, a group's `sink_position` changes nothing."""
+        kept: dict[tuple[int, int | None], Tables] = {}
+
+        def tables(rope: int, largest: int | None) -> Tables:
+            if (rope, largest) not in kept:
+                positions = meta.positions if largest is None else meta.positions.clamp(max=largest)
+                own = self.weights.ropes[rope]
+                kept[rope, largest] = self._operations.rotary_tables(positions, own.inv_freq, own.scale, self.dtype)
+            return kept[rope, largest]
+
+        turns, newest = [], max(meta.context_lens_host) - 1
+        for mixer in (layer.mixer for layer in self.weights.layers):
+            if isinstance(mixer, Attention):
+                largest = cache.groups[cache.places[mixer.layer].group].sink_position
+                sinks = tables(mixer.rope, largest) if largest is not None and newest > largest else None
+                turns.append(Turn(tables(mixer.rope, None), sinks))
+        return turns
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

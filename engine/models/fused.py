@@ -29,7 +29,7 @@ def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
         norms = _norms(layer)
         layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms))
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    heads = gpu_step.Heads(*sizes, weights.inv_freq, weights.rope_scale)
+    heads = gpu_step.Heads(*sizes, weights.ropes[0].inv_freq, weights.ropes[0].scale, config.attention_scale)
     return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
 
 
@@ -45,18 +45,20 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
     return cpu_step.FusedLayers(
         layers,
         weights.norm,
-        weights.inv_freq,
+        weights.ropes[0].inv_freq,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         eps=config.rms_norm_eps,
-        rope_scale=weights.rope_scale,
+        rope_scale=weights.ropes[0].scale,
+        scale=config.attention_scale,
     )
 
 
 def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat) -> Fused | None:
     """The layers as kernels of the weight format take them; None where they are run operation by operation, as layers
-    with a recurrence always are."""
-    if config.ssm_layers:
+    with a recurrence always are, and those with another activation, norms after their parts or several ropes."""
+    plain = config.activation == "silu" and all(layer.post_norm is None for layer in weights.layers)
+    if config.ssm_layers or not plain or len(weights.ropes) > 1:
         return None
     if fmt.planes:
         return triton_layers(config, weights)

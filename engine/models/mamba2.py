@@ -16,7 +16,7 @@ MAX_CONTEXT = 2**20
 
 def config_from_mamba2(values: Mapping[str, Any]) -> ModelConfig:
     """From the `config.json` of a `Mamba2ForCausalLM`. Raises `ModelFileError`."""
-    check_activation(values)
+    check_activation(values, ("silu", "swish"))
     layers = int(number(values, "num_hidden_layers"))
     return ModelConfig(
         model_type="mamba2",

@@ -6,14 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.errors import ModelFileError
 from engine.models.architecture import Architecture
 from engine.models.attention import Attention
 from engine.models.bamba import BAMBA
-from engine.models.config import ModelConfig, config_from_gguf
-from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights, GatedMLP, Mixer
+from engine.models.config import ModelConfig
+from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights, GatedMLP, Mixer, Rope
 from engine.models.fused import fused_layers
+from engine.models.gemma3 import GEMMA3
 from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightFormat, WeightLoader, pick_format
 from engine.models.llama import LLAMA
 from engine.models.mamba2 import MAMBA2
@@ -30,7 +32,7 @@ from kernels.dispatch import operations, triton_runs_on
 
 __all__ = ["ARCHITECTURES", "DecoderModel", "build_model", "load_model"]
 
-ARCHITECTURES = (LLAMA, QWEN2, QWEN3, MAMBA2, BAMBA)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA3, MAMBA2, BAMBA)
 _LOADER_THREADS = 2
 
 
@@ -40,19 +42,17 @@ def load_model(
     dtype: str = "auto",
     *,
     progress: ProgressCallback | None = None,
-    max_seq_len: int | None = None,
     triton: bool | None = None,
 ) -> DecoderModel:
     """Load a `.gguf` file or a folder with safetensors. `progress` is told the layers done.
 
     `triton`: run the Triton kernels; None: on a CUDA card where they can be had.
 
-    A model with a sliding window is run only within it: `max_seq_len` (tokens) must not exceed the window.
     Raises `ModelFileError`, one sentence, for what can't be read or run.
     """
     source: WeightSource = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
     fmt = pick_format(device, dtype, triton if triton is not None else triton_runs_on(device))
-    return build_model(source, device, fmt, progress=progress, max_seq_len=max_seq_len)
+    return build_model(source, device, fmt, progress=progress)
 
 
 def build_model(
@@ -61,11 +61,9 @@ def build_model(
     fmt: WeightFormat,
     *,
     progress: ProgressCallback | None = None,
-    max_seq_len: int | None = None,
 ) -> DecoderModel:
     """The model of a source that is open, its matrices kept as `fmt` says; otherwise as `load_model`."""
     architecture, config = read_config(source)
-    _check_window(config, max_seq_len)
     shapes = source.shapes()
     tied, warnings = _tied_head(source, config)
     check_shapes(shapes, architecture, config, tied)
@@ -90,17 +88,8 @@ def read_config(source: WeightSource) -> tuple[Architecture, ModelConfig]:
         place = " in GGUF files" if elsewhere else ""
         raise ModelFileError(f"The model's architecture {str(name)!r} is not supported{place}; {known} are.")
     if source.kind == "gguf":
-        return found[0], config_from_gguf(source.metadata, source.shapes().get("embed.weight", (0,))[0])
+        return found[0], found[0].read_gguf(source.metadata, source.shapes().get("embed.weight", (0,))[0])
     return found[0], found[0].read_json(source.metadata)
-
-
-def _check_window(config: ModelConfig, max_seq_len: int | None) -> None:
-    window, length = config.sliding_window, max_seq_len or config.max_position_embeddings
-    if window is not None and length > window:
-        raise ModelFileError(
-            f"The model attends within a sliding window of {window} tokens, which is not supported; "
-            f"it runs with --max-seq-len {window} or less."
-        )
 
 
 def _tied_head(source: WeightSource, config: ModelConfig) -> tuple[bool, tuple[str, ...]]:
@@ -121,8 +110,6 @@ def _load_weights(
     progress: ProgressCallback | None,
 ) -> DecoderWeights:
     """Layers are converted by a few threads: most of the time goes into single-threaded code that frees the GIL."""
-    divisors = loader.source.load("rope.divisors").float() if "rope.divisors" in loader.shapes else None
-    inv_freq, scale = rope_frequencies(config.rope, config.rotary_dim, divisors)
     layers = []
     embedding = loader.embedding("embed.weight")
     with ThreadPoolExecutor(_LOADER_THREADS) as pool:
@@ -135,12 +122,26 @@ def _load_weights(
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layers),
-        norm=loader.vector("norm.weight"),
+        norm=_norm(loader, architecture, "norm"),
         head=head_job.result(),
-        inv_freq=inv_freq.to(loader.device),
-        rope_scale=scale,
+        ropes=_ropes(loader, config),
         tied_in_memory=tied,
     )
+
+
+def _ropes(loader: WeightLoader, config: ModelConfig) -> tuple[Rope, ...]:
+    divisors = loader.source.load("rope.divisors").float() if "rope.divisors" in loader.shapes else None
+    found = [rope_frequencies(config.rope, config.rotary_dim, divisors)]
+    if config.local_rope is not None:
+        found.append(rope_frequencies(config.local_rope, config.rotary_dim))
+    return tuple(Rope(inv_freq.to(loader.device), scale) for inv_freq, scale in found)
+
+
+def _norm(loader: WeightLoader, architecture: Architecture, name: str) -> Tensor:
+    """The weight of a norm as what it multiplies by."""
+    if not architecture.norm_offset or loader.source.kind == "gguf":
+        return loader.vector(f"{name}.weight")
+    return (loader.vector(f"{name}.weight", torch.float32) + architecture.norm_offset).to(loader.format.compute_dtype)
 
 
 def _load_head(loader: WeightLoader, embedding: Embedding, tied: bool) -> Linear:
@@ -158,24 +159,30 @@ def _load_layer(loader: WeightLoader, architecture: Architecture, config: ModelC
     if layer in config.ssm_layers:
         mixer = _load_recurrence(loader, config, prefix, before)
     else:
-        mixer = _load_attention(loader, architecture, prefix, layer - before)
-    mlp = None
+        mixer = _load_attention(loader, architecture, config, prefix, layer - before)
+    mlp, post_norm = None, None
     if architecture.mlp:
         mlp = GatedMLP(
-            norm=loader.vector(prefix + "mlp_norm.weight"),
+            norm=_norm(loader, architecture, prefix + "mlp_norm"),
             gate_up=loader.linear(prefix + "gate", prefix + "up"),
             down=loader.linear(prefix + "down"),
+            post_norm=_norm(loader, architecture, prefix + "mlp_post_norm") if architecture.post_norms else None,
         )
-    return DecoderLayer(loader.vector(prefix + "attn_norm.weight"), mixer, mlp)
+    if architecture.post_norms:
+        post_norm = _norm(loader, architecture, prefix + "attn_post_norm")
+    return DecoderLayer(_norm(loader, architecture, prefix + "attn_norm"), mixer, mlp, post_norm)
 
 
-def _load_attention(loader: WeightLoader, architecture: Architecture, prefix: str, kv_layer: int) -> Attention:
+def _load_attention(
+    loader: WeightLoader, architecture: Architecture, config: ModelConfig, prefix: str, kv_layer: int
+) -> Attention:
     return Attention(
         layer=kv_layer,
+        rope=1 if config.local_rope is not None and config.windows[kv_layer] is not None else 0,
         qkv=loader.linear(prefix + "q", prefix + "k", prefix + "v"),
         o=loader.linear(prefix + "o"),
-        q_norm=loader.vector(prefix + "q_norm.weight") if architecture.qk_norm else None,
-        k_norm=loader.vector(prefix + "k_norm.weight") if architecture.qk_norm else None,
+        q_norm=_norm(loader, architecture, prefix + "q_norm") if architecture.qk_norm else None,
+        k_norm=_norm(loader, architecture, prefix + "k_norm") if architecture.qk_norm else None,
     )
 
 

@@ -49,6 +49,9 @@ def _expected_shapes(architecture: Architecture, config: ModelConfig, tied: bool
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}."
         yield prefix + "attn_norm.weight", (hidden,), True
+        if architecture.post_norms:
+            yield prefix + "attn_post_norm.weight", (hidden,), True
+            yield prefix + "mlp_post_norm.weight", (hidden,), True
         if layer in config.ssm_layers:
             yield from _recurrence(prefix, config)
         else:

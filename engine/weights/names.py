@@ -11,6 +11,11 @@ _NAMES = {
     "head.weight": ("lm_head.weight", "output.weight"),
     "rope.divisors": ("", "rope_freqs.weight"),
     "layers.{i}.attn_norm.weight": ("model.layers.{i}.input_layernorm.weight", "blk.{i}.attn_norm.weight"),
+    "layers.{i}.attn_post_norm.weight": ("", "blk.{i}.post_attention_norm.weight"),
+    "layers.{i}.mlp_post_norm.weight": (
+        "model.layers.{i}.post_feedforward_layernorm.weight",
+        "blk.{i}.post_ffw_norm.weight",
+    ),
     "layers.{i}.mlp_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight", "blk.{i}.ffn_norm.weight"),
     "layers.{i}.q_norm.weight": ("model.layers.{i}.self_attn.q_norm.weight", "blk.{i}.attn_q_norm.weight"),
     "layers.{i}.k_norm.weight": ("model.layers.{i}.self_attn.k_norm.weight", "blk.{i}.attn_k_norm.weight"),
@@ -60,13 +65,20 @@ _RECURRENT = {
     },
 }
 _FROM_SAFETENSORS = {names[0]: canonical for canonical, names in _NAMES.items()} | _RECURRENT
+# What names mean in other models of safetensors files, by model type.
+_MEANINGS = {
+    "gemma3_text": {
+        "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attn_post_norm.weight",
+        "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    }
+}
 _FROM_GGUF = {names[1]: canonical for canonical, names in _NAMES.items()}
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
-def from_safetensors(name: str) -> str | None:
-    """Canonical name of a tensor in a safetensors file; None for one that no decoder here uses."""
-    return _translate(name, _FROM_SAFETENSORS)
+def from_safetensors(name: str, model_type: object = None) -> str | None:
+    """Canonical name of a tensor in a model's safetensors file; None for one that no decoder here uses."""
+    return _translate(name, _FROM_SAFETENSORS | _MEANINGS.get(str(model_type), {}))
 
 
 def from_gguf(name: str) -> str | None:

@@ -79,7 +79,7 @@ class SafetensorsSource:
                 raise ValueError("header past the end")
             header = json.loads(data[8 : 8 + length])
             for name, info in header.items():
-                canonical = from_safetensors(name)
+                canonical = from_safetensors(name, self.metadata.get("model_type"))
                 if canonical is not None:
                     self._entries[canonical] = _entry(file, name, info, data, 8 + length)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -13,9 +13,10 @@ import numpy as np
 
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.attention import angles, attend, attention, combine, store
+from kernels.cpu.attention import attend, attention, combine
 from kernels.cpu.compile import compiled
 from kernels.cpu.product import block_sums, finished, gated, norm, product, task_count, wait
+from kernels.cpu.store import angles, store
 
 FUNCTIONS = np.zeros(rec.FUNCTION_WORDS, np.int64)
 """What `rec.FUNCTIONS` points to."""
@@ -58,7 +59,7 @@ def _attention_layer(sync: int, step: int, layer: int, scratch: int) -> None:
     angle, scores = scratch + ir.word(step, rec.ANGLES) * 4, scratch + ir.word(step, rec.SCORES) * 4
     wait(sync, first + 3, ir.call_5(ir.word(functions, rec.STORE), sync, first + 3, step, layer, angle))
     wait(sync, first + 4, ir.call_5(ir.word(functions, rec.ATTENTION), sync, first + 4, step, layer, scores))
-    ir.call_2(ir.word(functions, rec.COMBINE), step, scratch)
+    ir.call_3(ir.word(functions, rec.COMBINE), step, layer, scratch)
     wide, hidden = ir.word(model, rec.HEADS_PADDED), ir.word(model, rec.HIDDEN_PADDED)
     ir.call_3(ir.word(functions, rec.BLOCK_SUMS), scratch, rows * wide // 32, sums)
     o = record + rec.O * rec.MATRIX_WORDS * 8

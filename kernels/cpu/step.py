@@ -17,6 +17,7 @@ from kernels.cpu.decode import FUNCTIONS, decode
 from kernels.cpu.team import team
 from kernels.interface import BatchMetadata, PagedStore
 from kernels.kv_format import KV_FORMATS
+from kernels.layer_groups import owners
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 _KINDS = {
@@ -61,6 +62,23 @@ class _Buffers:
     others: tuple[Floats, ...]
 
 
+def group_records(meta: BatchMetadata, store: PagedStore) -> Words:
+    """A record for each group of layers, with addresses inside `meta`."""
+    slots, tables = meta.slot_mapping, meta.block_tables
+    records = np.empty((len(store.groups), rec.GROUP_WORDS), np.int64)
+    for number, group in enumerate(store.groups):
+        window = rec.NO_WINDOW if group.window is None else group.window
+        addresses = slots[number].data_ptr(), tables[number].data_ptr()
+        records[number] = (*addresses, tables.shape[2], window, group.sinks if group.window is not None else 0)
+    return records
+
+
+def place_records(store: PagedStore) -> Words:
+    """A record for each layer."""
+    first = owners(store.places)
+    return np.array([(p.group, p.store, owner) for p, owner in zip(store.places, first, strict=True)], np.int64)
+
+
 class FusedLayers:
     """All layers in one compiled call, for steps of at most MAX_ROWS tokens. Tensors are float32 and contiguous."""
 
@@ -74,11 +92,13 @@ class FusedLayers:
         kv_heads: int,
         eps: float,
         rope_scale: float,
+        scale: float,
     ) -> None:
+        """`scale` multiplies scores, `rope_scale` cos and sin."""
         self._layers, self._heads, self._group = tuple(layers), heads, heads // kv_heads
         self._dim, self._hidden, self._inner = 2 * len(inv_freq), layers[0].o.rows, layers[0].down.columns
         self._records = np.stack([layer.record() for layer in layers])
-        scalars = np.array([eps, rope_scale], np.float32)
+        scalars = np.array([eps, rope_scale, scale], np.float32)
         self._alive = (self._layers, self._records, scalars, norm, inv_freq)
         self._model = np.zeros(rec.MODEL_WORDS, np.int64)
         self._model[:] = (
@@ -96,7 +116,7 @@ class FusedLayers:
             norm.data_ptr(),
             FUNCTIONS.ctypes.data,
         )
-        self._buffers: dict[tuple[int, int], _Buffers] = {}
+        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
 
     def fits(self, tokens: int) -> bool:
         """Whether a step of so many tokens goes this way; heads are read eight numbers at a time."""
@@ -105,25 +125,27 @@ class FusedLayers:
     def __call__(self, embedded: Tensor, store: PagedStore, meta: BatchMetadata) -> Tensor:
         """embedded float32 [T, hidden] -> [T, hidden] after the last norm; K and V of the tokens are stored."""
         count, sample = embedded.shape[0], store.extents[0]
-        buffers = self._take(padded_rows(count), -(-max(meta.context_lens_host) // rec.SPLIT))
+        visible = max(group.visible(max(meta.context_lens_host) - 1) for group in store.groups)
+        buffers = self._take(padded_rows(count), -(-visible // rec.SPLIT), len(store.groups))
         buffers.x[:count, : self._hidden] = embedded.numpy()
         sequences = np.repeat(np.arange(len(meta.query_lens)), meta.query_lens)
         extents = np.array([extent.data_ptr() for extent in store.extents], np.int64)
-        tables = meta.block_tables
+        groups, places = group_records(meta, store), place_records(store)
         step = buffers.words.copy()
         step[rec.TOKENS] = count
-        step[rec.POSITIONS : rec.TABLE_WIDTH + 1] = (
+        step[rec.POSITIONS : rec.PLACES + 1] = (
             meta.positions.data_ptr(),
-            meta.slot_mapping.data_ptr(),
             sequences.ctypes.data,
-            tables.data_ptr(),
-            tables.shape[1],
+            groups.ctypes.data,
+            len(groups),
+            places.ctypes.data,
         )
         scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
         fmt, balance = KV_FORMATS[store.kv_format], store.balance
         step[rec.EXTENTS :] = (
             extents.ctypes.data,
             store.blocks_per_extent,
+            sample.shape[1],
             sample.shape[3],
             _KINDS[fmt.name],
             fmt.data_width(self._dim) * fmt.dtype.itemsize,
@@ -133,21 +155,21 @@ class FusedLayers:
             0 if balance is None else balance.data_ptr(),
         )
         kept = (tuple(store.extents), tuple(store.scale_extents), balance)
-        alive = (step, buffers, sequences, extents, scales, kept, meta, self)
+        alive = (step, buffers, sequences, groups, places, extents, scales, kept, meta, self)
         team().run(decode, len(self._layers) * rec.PHASES, (step.ctypes.data,), alive)
         return torch.from_numpy(buffers.out[:count, : self._hidden].copy())
 
-    def _take(self, rows: int, splits: int) -> _Buffers:
+    def _take(self, rows: int, splits: int, groups: int) -> _Buffers:
         """Buffers of exactly this many rows; room for splits goes by doubling."""
         splits = 1 << (splits - 1).bit_length()
-        kept = self._buffers.get((rows, splits))
+        kept = self._buffers.get((rows, splits, groups))
         if kept is None:
             for key in [key for key in self._buffers if key[0] == rows]:
                 del self._buffers[key]
-            kept = self._buffers[rows, splits] = self._make(rows, splits)
+            kept = self._buffers[rows, splits, groups] = self._make(rows, splits, groups)
         return kept
 
-    def _make(self, rows: int, splits: int) -> _Buffers:
+    def _make(self, rows: int, splits: int, groups: int) -> _Buffers:
         hidden, inner, wide = (rec.padded(n) for n in (self._hidden, self._inner, self._heads * self._dim))
         columns = [part.columns for layer in self._layers[:1] for part in (layer.qkv, layer.o, layer.down)]
         widest = rows * max(hidden, inner, wide)
@@ -156,16 +178,17 @@ class FusedLayers:
             widest // 32,
             rows * (max(rec.task_rows(n) for n in columns) + 1),
             self._group * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
-            rows * self._dim,
+            (1 + groups) * rows * self._dim,
         )
         offsets = np.cumsum((0, *sizes))
         x, out = (np.zeros((rows, hidden), np.float32) for _ in range(2))
         qkv = np.zeros((rows, self._layers[0].qkv.rows), np.float32)
+        sink_q = np.zeros((rows, self._heads, self._dim), np.float32)
         parts = np.zeros((rows, self._heads, splits, self._dim + 2), np.float32)
         act = np.zeros((rows, inner), np.float32)
         scratch = np.zeros((team().size, rec.padded(int(offsets[-1])) + 32), np.float32)
         words = np.zeros(rec.STEP_WORDS, np.int64)
-        words[: rec.ANGLES + 1] = (
+        words[: rec.SINK_Q + 1] = (
             self._model.ctypes.data,
             0,
             rows,
@@ -179,5 +202,6 @@ class FusedLayers:
             scratch.ctypes.data,
             scratch.strides[0],
             *offsets[1:5],
+            sink_q.ctypes.data,
         )
-        return _Buffers(x, out, words, (qkv, parts, act, scratch))
+        return _Buffers(x, out, words, (qkv, parts, act, scratch, sink_q))

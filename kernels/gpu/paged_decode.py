@@ -22,7 +22,7 @@ SCHEMA = (
     "(Tensor q, Tensor block_tables, Tensor context_lens, float scale, int window, int sinks, float soft_cap, "
     "Tensor? key_inv_freq, float rope_scale, int newest, str kv_format, int layer, int blocks_per_extent, "
     "Tensor[] data_extents, Tensor[] scale_extents, Tensor extent_table, Tensor(a!) partial_out, "
-    "Tensor(b!) partial_stats, Tensor(c!) out) -> ()"
+    "Tensor(b!) partial_stats, Tensor(c!) out, Tensor? sink_q=None) -> ()"
 )
 
 
@@ -75,6 +75,7 @@ def _attend(
 @triton.jit(do_not_specialize=["layer", "window", "sinks", "newest", "table_stride"])
 def paged_decode_kernel(
     q_ptr,
+    sink_q_ptr,
     block_tables,
     context_lens,
     inv_freq,
@@ -100,6 +101,7 @@ def paged_decode_kernel(
     SCALE_PLANES: tl.constexpr,
     FORMAT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ROTATE: tl.constexpr,
     NEWEST: tl.constexpr,
@@ -151,6 +153,18 @@ def paged_decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
     table = block_tables + batch_row * table_stride
+    if SINKS:
+        # What lies before the gap is scored by queries of its own.
+        channel = tl.arange(0, DP)
+        inside = in_group[:, None] & (channel < D)[None, :]
+        sink_q = tl.load(sink_q_ptr + q_row[:, None] * D + channel[None, :], mask=inside, other=0.0).to(DTYPE)
+        middle = tl.minimum(tl.maximum(kept, first), last)
+        top, total, acc = _attend(
+            first, middle, start, kept, sink_q, sink_q, top, total, acc, table, extent_table, layer, head, inv_freq,
+            rope_scale, scale, soft_cap, D, DP, HALF, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT, SCALE_PLANES,
+            FORMAT, DTYPE, WINDOW, SOFT_CAP, ROTATE, USE_DOT, BLOCK_N, STAGES, "evict_last",
+        )  # fmt: skip
+        first = middle
     # A load has one L2 policy for all its elements: older and newer keys take a loop each.
     if NEWEST:
         older = tl.maximum(tl.minimum(visible - newest, last) - first, 0)
@@ -198,6 +212,7 @@ def launch_paged_decode(
     partial_out: Tensor,
     partial_stats: Tensor,
     out: Tensor,
+    sink_q: Tensor | None = None,
     capability: int | None = None,
     params: Mapping[str, int] | None = None,
 ) -> None:
@@ -207,7 +222,7 @@ def launch_paged_decode(
     `capability` and `params` replace the current device's and the tuned values.
     """
     geometry = check_decode(
-        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out
+        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out, sink_q
     )
     batch, heads, head_dim = q.shape
     kv_heads, num_splits = geometry.num_kv_heads, partial_out.shape[2]
@@ -223,6 +238,7 @@ def launch_paged_decode(
     padded = max(triton.next_power_of_2(head_dim), 16)
     paged_decode_kernel[(kv_heads * triton.cdiv(group, rows), num_splits, batch)](
         q,
+        sink_q,
         block_tables,
         context_lens,
         key_inv_freq,
@@ -248,6 +264,7 @@ def launch_paged_decode(
         SCALE_PLANES=KV_FORMATS[kv_format].scale_planes,
         FORMAT=kv_format,
         WINDOW=window > 0,
+        SINKS=sink_q is not None and window > 0,
         SOFT_CAP=soft_cap > 0,
         ROTATE=key_inv_freq is not None,
         NEWEST=newest > 0,

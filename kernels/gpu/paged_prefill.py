@@ -19,13 +19,75 @@ from kernels.registry import register
 SCHEMA = (
     "(Tensor q, Tensor cu_seqlens_q, Tensor block_tables, Tensor context_lens, int max_query_len, float scale, "
     "int window, int sinks, float soft_cap, Tensor? key_inv_freq, float rope_scale, str kv_format, int layer, "
-    "int blocks_per_extent, Tensor[] data_extents, Tensor[] scale_extents, Tensor extent_table, Tensor(a!) out) -> ()"
+    "int blocks_per_extent, Tensor[] data_extents, Tensor[] scale_extents, Tensor extent_table, Tensor(a!) out, "
+    "Tensor? sink_q=None) -> ()"
 )
+
+
+# fmt: off
+@triton.jit
+def _attend(
+    first, last, start, kept, own, window, sinks, q, q_second, sink_q, top, total, acc, table, extent_table, layer,
+    head, inv_freq, rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr,
+    SCALE_PLANES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    """Online softmax over visible keys `first` to `last`: new (maximum, sum, accumulator), in powers of two.
+
+    With SINKS a key beyond the window of a row is scored by `sink_q`.
+    """
+    for base in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        key = base + tl.arange(0, BLOCK_N)
+        valid = key < last
+        position = key
+        if WINDOW:
+            position = tl.where(key < kept, key, key - kept + start)
+        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0)
+        data, scales, k_row, scale_row = locate(
+            block, position % BLOCK_SIZE, layer, head, extent_table, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT,
+            SCALE_PLANES,
+        )  # fmt: skip
+        scores = raw_scores(
+            q, q_second, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT,
+            DTYPE, ROTATE, True, "",
+        )  # fmt: skip
+        if SINKS:
+            of_sinks = raw_scores(
+                sink_q, sink_q, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF,
+                FORMAT, DTYPE, ROTATE, True, "",
+            )  # fmt: skip
+            scores = tl.where(own[:, None] - position[None, :] >= window, of_sinks, scores)
+        if FORMAT == "int8":
+            token_scale = load_token_scale(scales, scale_row, valid)
+            scores = scores * token_scale[None, :]
+        scores = scores * scale
+        if SOFT_CAP:
+            scores = soft_capped(scores, soft_cap)
+        seen = valid[None, :] & (position[None, :] <= own[:, None])
+        if WINDOW:
+            seen = seen & ((position[None, :] > own[:, None] - window) | (position < sinks)[None, :])
+        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row may see nothing of a tile, or nothing yet.
+        finite = tl.maximum(new_top, -1e38)
+        weights = tl.exp2(scores - finite[:, None])
+        decay = tl.exp2(top - finite)
+        total = total * decay + tl.sum(weights, 1)
+        if FORMAT == "int8":
+            weights = weights * token_scale[None, :]
+        NEXT: tl.constexpr = BLOCK_SIZE * KV_HEADS
+        values = load_tile(data, scales, k_row + NEXT, scale_row + NEXT, valid, 0, D, DP, D, FORMAT, DTYPE, "")
+        acc = acc * decay[:, None] + weighted_sum(weights, values, True)
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=["layer", "window", "sinks", "table_stride"])
 def paged_prefill_kernel(
     q_ptr,
+    sink_q_ptr,
     cu_seqlens_q,
     block_tables,
     context_lens,
@@ -50,6 +112,7 @@ def paged_prefill_kernel(
     SCALE_PLANES: tl.constexpr,
     FORMAT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ROTATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -78,6 +141,10 @@ def paged_prefill_kernel(
         # Keys are counted without the gap between the sinks and what the tile's first token sees.
         start = tl.maximum(past + tile * BLOCK_M // GROUP - window + 1, 0)
         kept = tl.minimum(sinks, start)
+        if SINKS:
+            # A sink may be beyond the window of some rows only.
+            kept = tl.minimum(sinks, end)
+            start = tl.maximum(start, kept)
     visible = end - start + kept
 
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -96,43 +163,22 @@ def paged_prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    for base in tl.range(0, visible, BLOCK_N, num_stages=STAGES):
-        key = base + tl.arange(0, BLOCK_N)
-        valid = key < visible
-        position = key
-        if WINDOW:
-            position = tl.where(key < kept, key, key - kept + start)
-        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0)
-        data, scales, k_row, scale_row = locate(
-            block, position % BLOCK_SIZE, layer, head, extent_table, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT,
-            SCALE_PLANES,
+    first = 0
+    if SINKS:
+        channel = tl.arange(0, DP)
+        inside = in_chunk[:, None] & (channel < D)[None, :]
+        sink_q = tl.load(sink_q_ptr + q_row[:, None] * D + channel[None, :], mask=inside, other=0.0).to(DTYPE)
+        top, total, acc = _attend(
+            first, kept, start, kept, own, window, sinks, q, q_second, sink_q, top, total, acc, table, extent_table,
+            layer, head, inv_freq, rope_scale, scale, soft_cap, D, DP, HALF, LAYERS, BLOCK_SIZE, KV_HEADS,
+            BLOCKS_PER_EXTENT, SCALE_PLANES, FORMAT, DTYPE, WINDOW, True, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
         )  # fmt: skip
-        scores = raw_scores(
-            q, q_second, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT,
-            DTYPE, ROTATE, True, "",
-        )  # fmt: skip
-        if FORMAT == "int8":
-            token_scale = load_token_scale(scales, scale_row, valid)
-            scores = scores * token_scale[None, :]
-        scores = scores * scale
-        if SOFT_CAP:
-            scores = soft_capped(scores, soft_cap)
-        seen = valid[None, :] & (position[None, :] <= own[:, None])
-        if WINDOW:
-            seen = seen & ((position[None, :] > own[:, None] - window) | (position < sinks)[None, :])
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row may see nothing of a tile, or nothing yet.
-        finite = tl.maximum(new_top, -1e38)
-        weights = tl.exp2(scores - finite[:, None])
-        decay = tl.exp2(top - finite)
-        total = total * decay + tl.sum(weights, 1)
-        if FORMAT == "int8":
-            weights = weights * token_scale[None, :]
-        NEXT: tl.constexpr = BLOCK_SIZE * KV_HEADS
-        values = load_tile(data, scales, k_row + NEXT, scale_row + NEXT, valid, 0, D, DP, D, FORMAT, DTYPE, "")
-        acc = acc * decay[:, None] + weighted_sum(weights, values, True)
-        top = new_top
+        first = kept
+    top, total, acc = _attend(
+        first, visible, start, kept, own, window, sinks, q, q_second, q, top, total, acc, table, extent_table, layer,
+        head, inv_freq, rope_scale, scale, soft_cap, D, DP, HALF, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT,
+        SCALE_PLANES, FORMAT, DTYPE, WINDOW, False, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
+    )  # fmt: skip
     channel = tl.arange(0, DP)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     pointer = out + q_row[:, None] * D + channel[None, :]
@@ -158,6 +204,7 @@ def launch_paged_prefill(
     scale_extents: Sequence[Tensor],
     extent_table: Tensor,
     out: Tensor,
+    sink_q: Tensor | None = None,
     capability: int | None = None,
     params: Mapping[str, int] | None = None,
 ) -> None:
@@ -165,7 +212,9 @@ def launch_paged_prefill(
 
     `capability` and `params` replace the current device's and the tuned values.
     """
-    geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
+    geometry = check_prefill(
+        q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out, sink_q
+    )
     _, heads, head_dim = q.shape
     kv_heads, sequences = geometry.num_kv_heads, block_tables.shape[0]
     if q.numel() == 0:
@@ -177,6 +226,7 @@ def launch_paged_prefill(
     grid = (triton.cdiv(max_query_len * (heads // kv_heads), tuned["BLOCK_M"]), kv_heads, sequences)
     paged_prefill_kernel[grid](
         q,
+        sink_q,
         cu_seqlens_q,
         block_tables,
         context_lens,
@@ -201,6 +251,7 @@ def launch_paged_prefill(
         SCALE_PLANES=KV_FORMATS[kv_format].scale_planes,
         FORMAT=kv_format,
         WINDOW=window > 0,
+        SINKS=sink_q is not None and window > 0,
         SOFT_CAP=soft_cap > 0,
         ROTATE=key_inv_freq is not None,
         BLOCK_M=tuned["BLOCK_M"],

@@ -33,6 +33,7 @@ TOLERANCE = 0.02
 """Largest error allowed, as a share of the largest value: several times what rounding to bfloat16 makes."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 6, 2, 64, 16, 8
 CONTEXT_LENS = (1, 37)
+WINDOW, SINKS = 20, 3
 
 Case = tuple[str, list[Any], Tensor]
 """An op's name, its arguments, and the one among them that it writes."""
@@ -171,6 +172,8 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     stored = [qkv, tokens, tokens + BLOCK_SIZE, inv_freq, 1.0, None, None, 1e-5, None, False, *cache, q]
     yield "store_kv", stored, extent
     yield "store_kv", stored, q
+    sink_q = normal(total, HEADS, HEAD_DIM)
+    yield "store_kv", [*stored, 9, sink_q], sink_q
     lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=device)
     tables = torch.tensor([[4, 0, 0], [6, 1, 3]], dtype=torch.int32, device=device)
     shapes = workspace_shapes(len(lens), HEADS, HEAD_DIM, 4)
@@ -178,10 +181,14 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     out = normal(len(lens), HEADS, HEAD_DIM)
     asked = [normal(len(lens), HEADS, HEAD_DIM), tables, lens, 0.125, 0, 0, 0.0, None, 1.0, 8, *cache, *partials, out]
     yield "paged_decode", asked, out
+    asked[4:6] = WINDOW, SINKS
+    yield "paged_decode", [*asked, normal(len(lens), HEADS, HEAD_DIM)], out
     starts = torch.tensor([0, 1, total], dtype=torch.int32, device=device)
     out = normal(total, HEADS, HEAD_DIM)
     chunk = [normal(total, HEADS, HEAD_DIM), starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
     yield "paged_prefill", [*chunk, *cache, out], out
+    chunk[6:8] = WINDOW, SINKS
+    yield "paged_prefill", [*chunk, *cache, out, sink_q], out
 
 
 def _sampling(device: torch.device) -> Iterator[Case]:

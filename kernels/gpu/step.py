@@ -14,6 +14,7 @@ from kernels.gpu.paged_prefill import paged_prefill
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.store_kv import store_kv
 from kernels.interface import BatchMetadata, PagedStore
+from kernels.layer_groups import owners
 
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
@@ -38,13 +39,14 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Head counts and rotary embedding of a model; `inv_freq` float32 [head_dim / 2]."""
+    """Head counts and rotary embedding of a model; `inv_freq` float32 [head_dim / 2], `scale` multiplies scores."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     inv_freq: Tensor
     rope_scale: float
+    scale: float
 
 
 class TritonLayers:
@@ -76,7 +78,8 @@ class _Attention:
 
     def __init__(self, heads: Heads, eps: float, store: PagedStore, meta: BatchMetadata, dtype: torch.dtype) -> None:
         self._heads, self._eps, self._meta = heads, eps, meta
-        self._balance = store.balance
+        self._balance, self._places, self._owners = store.balance, store.places, owners(store.places)
+        self._groups = tuple(zip(store.groups, meta.slot_mapping, meta.block_tables, strict=True))
         self._cache = (
             store.kv_format,
             store.blocks_per_extent,
@@ -88,6 +91,7 @@ class _Attention:
         shape = (tokens, heads.num_heads, heads.head_dim)
         self._q = torch.empty(shape, dtype=dtype, device=device)
         self._out = torch.empty(shape, dtype=dtype, device=device)
+        self._sink_q = torch.empty_like(self._q) if any(group.sink_position for group in store.groups) else None
         self._partials: tuple[Tensor, ...] = ()
         if max(meta.query_lens) == 1:
             splits = split_count(device, tokens * heads.num_kv_heads)
@@ -96,23 +100,28 @@ class _Attention:
 
     def __call__(self, index: int, qkv: Tensor, layer: LayerParts) -> Tensor:
         """qkv [T, (H + 2 KV) * D] -> [T, H * D]."""
-        heads, meta = self._heads, self._meta
+        heads, meta, place, owner = self._heads, self._meta, self._places[index], self._owners[index]
+        group, slots, tables = self._groups[place.group]
+        if owner != index:
+            slots = torch.full_like(slots, -1)
         kv_format, *extents = self._cache
-        balance = None if self._balance is None else self._balance[index]
+        balance = None if self._balance is None else self._balance[owner]
+        window, sink_position = group.window or 0, group.sink_position
+        sink_q = None if sink_position is None else self._sink_q
         store_kv(
-            qkv, meta.positions, meta.slot_mapping, heads.inv_freq, heads.rope_scale, layer.q_norm, layer.k_norm,
-            self._eps, balance, False, kv_format, index, *extents, self._q,
+            qkv, meta.positions, slots, heads.inv_freq, heads.rope_scale, layer.q_norm, layer.k_norm,
+            self._eps, balance, False, kv_format, place.store, *extents, self._q,
+            sink_position or 0, sink_q,
         )  # fmt: skip
-        scale = heads.head_dim**-0.5
         if self._partials:
             paged_decode(
-                self._q, meta.block_tables, meta.context_lens, scale, 0, 0, 0.0, None, 1.0, NEWEST, kv_format, index,
-                *extents, *self._partials, self._out,
+                self._q, tables, meta.context_lens, heads.scale, window, group.sinks, 0.0, None, 1.0, NEWEST, kv_format,
+                place.store, *extents, *self._partials, self._out, sink_q,
             )  # fmt: skip
         else:
             paged_prefill(
-                self._q, meta.cu_seqlens_q, meta.block_tables, meta.context_lens, max(meta.query_lens), scale, 0, 0,
-                0.0, None, 1.0, kv_format, index, *extents, self._out,
+                self._q, meta.cu_seqlens_q, tables, meta.context_lens, max(meta.query_lens), heads.scale, window,
+                group.sinks, 0.0, None, 1.0, kv_format, place.store, *extents, self._out, sink_q,
             )  # fmt: skip
         return self._out.view(len(self._out), -1)
 

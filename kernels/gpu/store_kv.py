@@ -19,7 +19,7 @@ SCHEMA = (
     "(Tensor qkv, Tensor positions, Tensor slot_mapping, Tensor inv_freq, float rope_scale, Tensor? q_norm, "
     "Tensor? k_norm, float norm_eps, Tensor? balance, bool keys_before_rope, str kv_format, int layer, "
     "int blocks_per_extent, Tensor(a!)[] data_extents, Tensor(b!)[] scale_extents, Tensor extent_table, "
-    "Tensor(c!) q_out) -> ()"
+    "Tensor(c!) q_out, int sink_position=0, Tensor(d!)? sink_q_out=None) -> ()"
 )
 
 
@@ -97,7 +97,16 @@ def _factors(balance, kv_head, wanted, D: tl.constexpr, DP: tl.constexpr):
     return tl.load((balance + kv_head * D)[:, None] + channel[None, :], mask=mask, other=1.0)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
+def _angles(position, inv_freq, rope_scale, D: tl.constexpr, DP: tl.constexpr):
+    """cos and sin [DP] of one token, the first half of sin negated."""
+    channel = tl.arange(0, DP)
+    frequency = tl.load(inv_freq + channel % (D // 2), mask=channel < D, other=0.0)
+    sin, cos = sincos(position.to(tl.float32) * frequency)
+    return cos * rope_scale, tl.where(channel < D // 2, -sin, sin) * rope_scale
+
+
+@triton.jit(do_not_specialize=["layer", "sink_position"])
 def store_kv_kernel(
     qkv,
     positions,
@@ -108,8 +117,10 @@ def store_kv_kernel(
     balance,
     extent_table,
     q_out,
+    sink_q_out,
     qkv_stride,
     layer,
+    sink_position,
     rope_scale,
     eps,
     H: tl.constexpr,
@@ -125,6 +136,7 @@ def store_kv_kernel(
     K_NORM: tl.constexpr,
     BALANCE: tl.constexpr,
     ROTATE_KEYS: tl.constexpr,
+    SINKS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Grid (T, ceil(H / HEADS) + ceil(KV / HEADS)): some query heads, or K and V of some KV heads, of one token."""
@@ -132,10 +144,8 @@ def store_kv_kernel(
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     channel = tl.arange(0, DP)
-    frequency = tl.load(inv_freq + channel % (D // 2), mask=channel < D, other=0.0)
-    sin, cos = sincos(tl.load(positions + token).to(tl.float32) * frequency)
-    cos = cos * rope_scale
-    sin = tl.where(channel < D // 2, -sin, sin) * rope_scale
+    position = tl.load(positions + token)
+    cos, sin = _angles(position, inv_freq, rope_scale, D, DP)
     source = qkv + token * qkv_stride
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
@@ -143,8 +153,14 @@ def store_kv_kernel(
         x = _load_heads(source + head * D, wanted, q_norm, eps, cos, sin, D, DP, Q_NORM, True)
         if BALANCE:
             x = x * _factors(balance, head // (H // KV), wanted, D, DP)
-        pointer = (q_out + (token * H + head) * D)[:, None] + channel[None, :]
-        tl.store(pointer, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
+        place = ((token * H + head) * D)[:, None] + channel[None, :]
+        tl.store(q_out + place, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
+        if SINKS:
+            cos, sin = _angles(tl.minimum(position, sink_position), inv_freq, rope_scale, D, DP)
+            x = _load_heads(source + head * D, wanted, q_norm, eps, cos, sin, D, DP, Q_NORM, True)
+            if BALANCE:
+                x = x * _factors(balance, head // (H // KV), wanted, D, DP)
+            tl.store(sink_q_out + place, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
     else:
         slot = tl.load(slots + token)
         head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
@@ -191,13 +207,15 @@ def launch_store_kv(
     scale_extents: Sequence[Tensor],
     extent_table: Tensor,
     q_out: Tensor,
+    sink_position: int = 0,
+    sink_q_out: Tensor | None = None,
     params: Mapping[str, int] | None = None,
 ) -> None:
     """Launch the kernel; arguments and errors as `kernels.reference.paged.store_kv` states them.
 
     Extents are reached through `extent_table`; of the lists only the layout is read. `params` replaces tuned values.
     """
-    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
+    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out, sink_q_out)
     tuned = {**tuning.launch_params("store_kv", tuning.capability()), **(params or {})}
     tokens, heads, head_dim = q_out.shape
     block_heads = tuned["HEADS"]
@@ -214,8 +232,10 @@ def launch_store_kv(
         balance,
         extent_table,
         q_out,
+        sink_q_out,
         qkv.stride(0),
         layer,
+        sink_position,
         rope_scale,
         norm_eps,
         H=heads,
@@ -231,6 +251,7 @@ def launch_store_kv(
         K_NORM=k_norm is not None,
         BALANCE=balance is not None,
         ROTATE_KEYS=not keys_before_rope,
+        SINKS=sink_q_out is not None,
         HEADS=block_heads,
         num_warps=tuned["num_warps"],
     )

@@ -1,25 +1,18 @@
 """Every operation in plain torch: the definitions that faster kernels are compared with.
 
-`decoder` and `recurrence` hold operations as people run them on a CPU; `paged` and `ssm` those of the kernels.
+`decoder`, `attention` and `recurrence` hold operations as people run them on a CPU; `paged` and `ssm` those of the
+kernels.
 """
 
-from kernels.reference.decoder import (
-    AttentionPlan,
-    attention,
-    copy_blocks,
-    linear,
-    plan_attention,
-    rms_norm,
-    rotary,
-    rotary_tables,
-    store_kv,
-    swiglu,
-)
+from kernels.reference.attention import attention, store_kv
+from kernels.reference.attention_plan import AttentionPlan, plan_attention
+from kernels.reference.decoder import copy_blocks, geglu, linear, rms_norm, rotary, rotary_tables, swiglu
 
 __all__ = [
     "AttentionPlan",
     "attention",
     "copy_blocks",
+    "geglu",
     "linear",
     "plan_attention",
     "rms_norm",

@@ -68,27 +68,34 @@ def store_kv(
     scale_extents: Sequence[Tensor],
     extent_table: Tensor,
     q_out: Tensor,
+    sink_position: int = 0,
+    sink_q_out: Tensor | None = None,
 ) -> None:
     """Norm (if weights are given) and RoPE of q and k; q into `q_out`, K and V into their slots of `layer`.
 
     qkv: fp16, bf16 or fp32 [T, (H + 2 KV) * D], all q heads, then k, then v. positions, slot_mapping: int64 [T]; a slot
     is block_id * block_size + offset, a negative one is not stored. inv_freq: float32 [D / 2]; cos and sin are
     multiplied by `rope_scale`. q_norm, k_norm: [D]. balance: float32 [KV, D], keys are divided and q multiplied by it.
-    keys_before_rope: K is stored normed and not turned. q_out: [T, H, D]. All of it is computed in float32.
+    keys_before_rope: K is stored normed and not turned. q_out: [T, H, D]. `sink_q_out`, like it, takes q turned by
+    positions up to `sink_position` (`kernels.layer_groups`). All of it is computed in float32.
     ValueError where shapes or dtypes don't fit.
     """
-    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out)
+    geometry = check_store(qkv, positions, slot_mapping, inv_freq, kv_format, data_extents, q_out, sink_q_out)
     tokens, heads, head_dim = q_out.shape
     kv_heads = geometry.num_kv_heads
     q, k, v = qkv.float().view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
-    q = _rotated(_normed(q, q_norm, norm_eps), positions, inv_freq, rope_scale)
+    q = _normed(q, q_norm, norm_eps)
+    sink_q = _rotated(q, positions.clamp(max=sink_position), inv_freq, rope_scale)
+    q = _rotated(q, positions, inv_freq, rope_scale)
     k = _normed(k, k_norm, norm_eps)
     if not keys_before_rope:
         k = _rotated(k, positions, inv_freq, rope_scale)
     if balance is not None:
-        q = q * balance.repeat_interleave(heads // kv_heads, 0)
-        k = k / balance
+        factors = balance.repeat_interleave(heads // kv_heads, 0)
+        q, sink_q, k = q * factors, sink_q * factors, k / balance
     q_out.copy_(q)
+    if sink_q_out is not None:
+        sink_q_out.copy_(sink_q)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, geometry.block_size)
@@ -148,18 +155,20 @@ def paged_decode(
     partial_out: Tensor,
     partial_stats: Tensor,
     out: Tensor,
+    sink_q: Tensor | None = None,
 ) -> None:
     """Attention of one query token per row over the row's first `context_lens` cached tokens.
 
     q, out: fp16, bf16 or fp32 [B, H, D]. block_tables: int32 [B, blocks]. context_lens: int32 [B], the query's own
-    token included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible.
+    token included; 0 gives zeros. `window` > 0: only the last `window` positions and the first `sinks` are visible;
+    `sink_q`, like q, scores those that are visible as sinks alone.
     `soft_cap` > 0: scores become soft_cap * tanh(scores / soft_cap). key_inv_freq: float32 [D / 2] if the cache holds
     keys before RoPE; they are turned by their position in the block table, q's position being context_len - 1.
     newest: so many tokens are kept in the L2 cache in preference to older ones; no meaning here. partial_out,
     partial_stats: workspaces. ValueError where shapes or dtypes don't fit.
     """
     geometry = check_decode(
-        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out
+        q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, partial_out, partial_stats, out, sink_q
     )
     for row, context in enumerate(context_lens.tolist()):
         if context == 0:
@@ -168,14 +177,15 @@ def paged_decode(
         keys, values = read_tokens(
             kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
         )
-        attend = _attend(
-            q[row : row + 1], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry
-        )
+        own = slice(row, row + 1)
+        queries = q[own], None if sink_q is None else sink_q[own]
+        attend = _attend(*queries, keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry)
         out[row].copy_(attend[0])
 
 
 def _attend(
     q: Tensor,
+    sink_q: Tensor | None,
     keys: Tensor,
     values: Tensor,
     scale: float,
@@ -198,7 +208,11 @@ def _attend(
     # A key that no query sees may hold anything, also NaN, which a weight of zero would spread.
     seen = visible.any(0)
     keys, values, visible = keys[seen], values[seen], visible[:, seen]
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.repeat_interleave(group, 1)) * scale
+    heads = keys.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), heads) * scale
+    if sink_q is not None and window > 0:
+        of_sinks = torch.einsum("qhd,khd->hqk", sink_q.float(), heads) * scale
+        scores = torch.where(own - positions[seen] >= window, of_sinks, scores)
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -224,6 +238,7 @@ def paged_prefill(
     scale_extents: Sequence[Tensor],
     extent_table: Tensor,
     out: Tensor,
+    sink_q: Tensor | None = None,
 ) -> None:
     """Causal attention of each sequence's last tokens over all its cached tokens, their own included.
 
@@ -231,7 +246,9 @@ def paged_prefill(
     [S + 1], `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`;
     sequences without queries are skipped. ValueError where shapes or dtypes don't fit.
     """
-    geometry = check_prefill(q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out)
+    geometry = check_prefill(
+        q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out, sink_q
+    )
     bounds = cu_seqlens_q.tolist()
     for row, context in enumerate(context_lens.tolist()):
         chunk = slice(bounds[row], bounds[row + 1])
@@ -240,6 +257,6 @@ def paged_prefill(
         keys, values = read_tokens(
             kv_format, data_extents, scale_extents, blocks_per_extent, layer, block_tables[row], context
         )
-        out[chunk].copy_(
-            _attend(q[chunk], keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry)
-        )
+        queries = q[chunk], None if sink_q is None else sink_q[chunk]
+        attend = _attend(*queries, keys, values, scale, window, sinks, soft_cap, key_inv_freq, rope_scale, geometry)
+        out[chunk].copy_(attend)

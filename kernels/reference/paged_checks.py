@@ -42,6 +42,7 @@ def check_store(
     kv_format: str,
     data_extents: Sequence[Tensor],
     q_out: Tensor,
+    sink_q_out: Tensor | None,
 ) -> CacheGeometry:
     """ValueError unless the shapes and dtypes of `store_kv` fit together."""
     tokens, heads, head_dim = q_out.shape
@@ -57,11 +58,22 @@ def check_store(
         raise ValueError(f"inv_freq must be contiguous float32 [{head_dim // 2}]")
     if not q_out.is_contiguous():
         raise ValueError("q_out must be contiguous")
+    if sink_q_out is not None and not _alike(sink_q_out, q_out):
+        raise ValueError("sink_q_out must be as q_out")
     return geometry
 
 
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype and tensor.is_contiguous()
+
+
 def check_cache_reads(
-    q: Tensor, block_tables: Tensor, context_lens: Tensor, key_inv_freq: Tensor | None, geometry: CacheGeometry
+    q: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    key_inv_freq: Tensor | None,
+    sink_q: Tensor | None,
+    geometry: CacheGeometry,
 ) -> None:
     """ValueError unless the shapes and dtypes that both attention ops share fit together."""
     sequences = block_tables.shape[0]
@@ -75,6 +87,8 @@ def check_cache_reads(
         half = geometry.head_dim // 2
         if key_inv_freq.shape != (half,) or key_inv_freq.dtype != torch.float32 or not key_inv_freq.is_contiguous():
             raise ValueError(f"key_inv_freq must be contiguous float32 [{half}]")
+    if sink_q is not None and (key_inv_freq is not None or not _alike(sink_q, q)):
+        raise ValueError("sink_q must be as q, and keys turned when they are stored")
 
 
 def check_decode(
@@ -87,10 +101,11 @@ def check_decode(
     partial_out: Tensor,
     partial_stats: Tensor,
     out: Tensor,
+    sink_q: Tensor | None,
 ) -> CacheGeometry:
     """ValueError unless the shapes and dtypes of `paged_decode` fit together."""
     geometry = cache_geometry(kv_format, data_extents, q.shape[-1])
-    check_cache_reads(q, block_tables, context_lens, key_inv_freq, geometry)
+    check_cache_reads(q, block_tables, context_lens, key_inv_freq, sink_q, geometry)
     if block_tables.shape[0] != q.shape[0] or out.shape != q.shape or not out.is_contiguous():
         raise ValueError("block_tables and a contiguous out must have a row for each row of q")
     splits = partial_out.shape[2]
@@ -109,10 +124,11 @@ def check_prefill(
     kv_format: str,
     data_extents: Sequence[Tensor],
     out: Tensor,
+    sink_q: Tensor | None,
 ) -> CacheGeometry:
     """ValueError unless the shapes and dtypes of `paged_prefill` fit together."""
     geometry = cache_geometry(kv_format, data_extents, q.shape[-1])
-    check_cache_reads(q, block_tables, context_lens, key_inv_freq, geometry)
+    check_cache_reads(q, block_tables, context_lens, key_inv_freq, sink_q, geometry)
     bounds = (block_tables.shape[0] + 1,)
     if cu_seqlens_q.shape != bounds or cu_seqlens_q.dtype != torch.int32 or not cu_seqlens_q.is_contiguous():
         raise ValueError(f"cu_seqlens_q must be contiguous int32 [{bounds[0]}]")

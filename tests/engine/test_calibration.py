@@ -82,12 +82,12 @@ def test_balance_changes_no_score(hard, evenness):
     cache = empty_cache(hard, "fp32")
     replay = Replay(hard, cache.spec, 300)
     expected = replay.extend(IDS[:100], logits=100)
-    balance = balance_constants(*replay.cache.read_tokens(replay.sequence.block_table, 0, 100), evenness)
+    balance = balance_constants(*replay.cache.read_tokens(replay.sequence.block_tables, 0, 100), evenness)
     other = Replay(hard, cache.spec, 300, balance)
     torch.testing.assert_close(other.extend(IDS[:100], logits=100), expected, atol=2e-4, rtol=0)
-    read = other.cache.read_tokens(other.sequence.block_table, 0, 100)
+    read = other.cache.read_tokens(other.sequence.block_tables, 0, 100)
     torch.testing.assert_close(
-        read, replay.cache.read_tokens(replay.sequence.block_table, 0, 100), atol=1e-4, rtol=1e-5
+        read, replay.cache.read_tokens(replay.sequence.block_tables, 0, 100), atol=1e-4, rtol=1e-5
     )
 
 
@@ -115,7 +115,7 @@ def test_greedy_text_does_not_get_stuck_on_a_token(hard, kv_format):
 @pytest.mark.parametrize("kind", ["qwen2", "bamba", "mamba2"])
 def test_replay_in_chunks_is_one_go(kind, monkeypatch):
     model = loaded_model(kind)
-    spec = replace(empty_cache(model, "fp32").spec, num_layers=model.config.num_attention_layers)
+    spec = replace(empty_cache(model, "fp32").spec, num_layers=model.config.num_attention_layers, places=())
     whole = Replay(model, spec, 301).extend(IDS, logits=300)
     monkeypatch.setattr("engine.replay.REPLAY_CHUNK", 48)
     chunked = Replay(model, spec, 301)

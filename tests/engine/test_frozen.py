@@ -100,7 +100,7 @@ def test_two_sessions_share_its_blocks(tmp_path: Path, frozen: dict[str, Any]) -
         def owners() -> set[tuple[int, str | None]]:
             cache = engine._steps().prefix_cache
             path = cache.match(prompt_of(engine))[: frozen["tokens"] // BLOCK]
-            return {(cache.pool.ref_count(node.block_id), node.session_id) for node in path}
+            return {(cache.pool.ref_count(node.block_ids[0]), node.session_id) for node in path}
 
         assert engine._call(owners) == {(3, None)}
         engine.release(A)
@@ -174,9 +174,9 @@ def test_wrong_values_that_verify_are_found_by_the_spot_audit(tmp_path: Path, fr
     with engine_over(tmp_path) as engine:
         name = engine.freeze(TEXT)["name"]
         ids = prefix_ids(engine.tokenizer, TEXT)
-        tensors = engine._call(lambda: engine._steps().export_prefix(ids))
-        tensors["data"] = tensors["data"].flip(0)
-        engine._frozen.save(name, ids, tensors, BLOCK, engine._steps().fingerprint)
+        blocks = engine._call(lambda: engine._steps().export_prefix(ids))
+        blocks.tensors["data"] = blocks.tensors["data"].flip(0)
+        engine._frozen.save(name, ids, blocks, BLOCK, engine._steps().fingerprint)
     with engine_over(tmp_path) as engine:
         last = first_turn(engine)
         assert last.stats.reused_tokens == 0 and last.token_ids == fresh.token_ids

@@ -62,10 +62,10 @@ def test_read_follows_the_block_table(kv_format, tensor):
         k, v = (torch.full((2, 4), float(position)) + torch.arange(4) + shift for shift in (0, 100))
         read = encode(kv_format, k, v, cache.extents[extent][block, 1, :, position % 4], scales)
         expected.append(read[0][0] * 4 if tensor == "k" else read[1][0])
-    rows = cache.read(table, layer=1, head=0, tensor=tensor, start=2, count=8)
+    rows = cache.read([table], layer=1, head=0, tensor=tensor, start=2, count=8)
     assert rows.dtype == torch.float32
     assert torch.equal(rows, torch.stack(expected[2:]).float())
-    assert cache.read(table, 0, 0, "k", 0, 0).shape == (0, 4)
+    assert cache.read([table], 0, 0, "k", 0, 0).shape == (0, 4)
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])

@@ -6,7 +6,6 @@ import gguf
 import pytest
 import torch
 
-from engine.errors import ModelFileError
 from engine.models.registry import load_model
 from kernels.kv_format import KV_FORMATS
 from tests.support.batches import make_cache, make_metadata
@@ -119,13 +118,6 @@ def test_quantised_gguf_equals_its_dequantised_weights(quant, dtype, tmp_path):
     loaded = load_model(save_gguf(model, tmp_path / "m.gguf", quant), CPU, dtype)
     logits = loaded.forward(ids, make_cache(loaded), make_metadata([(0, 30, shuffled_table(10))]))
     assert (logits - expected).abs().max() < (1e-3 if dtype == "float32" else 2e-2)
-
-
-def test_a_used_window_is_refused_beyond_its_length(tmp_path):
-    save_safetensors(tiny_model("mistral", sliding_window=64), tmp_path)
-    with pytest.raises(ModelFileError, match=r"sliding window of 64 tokens.*--max-seq-len 64"):
-        load_model(tmp_path, CPU, "float32")
-    assert load_model(tmp_path, CPU, "float32", max_seq_len=64).config.sliding_window == 64
 
 
 def test_a_window_that_is_switched_off_is_no_window(tmp_path):

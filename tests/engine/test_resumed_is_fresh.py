@@ -41,13 +41,13 @@ TOLERANCE = {"fp32": 1e-3, "int8": 0.02, "int4": 0.2}
 
 
 @cache
-def fresh_engine(kind: str, kv_format: str) -> RecordingEngine:
-    return tiny_engine(kind=kind, context=160, max_seq_len=160, kv_format=kv_format)
+def fresh_engine(kind: str, kv_format: str, window: int | None, sinks: int) -> RecordingEngine:
+    return tiny_engine(kind=kind, context=160, max_seq_len=160, kv_format=kv_format, window=window, sinks=sinks)
 
 
-def fresh_run(kind: str, kv_format: str, request: GenerateRequest) -> list[Event]:
+def fresh_run(case: Conversations, request: GenerateRequest) -> list[Event]:
     """The request on an engine that has computed nothing before."""
-    engine = fresh_engine(kind, kv_format)
+    engine = fresh_engine(case.kind, case.kv_format, case.window, case.sinks)
     engine._call(lambda: forget_all(engine._steps().prefix_cache))
     return run(engine, GenerateRequest(request.prompt_ids, request.params))
 
@@ -67,6 +67,9 @@ class Conversations(RuleBasedStateMachine):
     kind = "llama"
     kv_format = "fp32"
     states: int | None = None
+    blocks = 70
+    window: int | None = None
+    sinks = 0
 
     @initialize()
     def open(self) -> None:
@@ -79,7 +82,9 @@ class Conversations(RuleBasedStateMachine):
             kind=self.kind,
             context=160,
             max_seq_len=160,
-            blocks=70,
+            blocks=self.blocks,
+            window=self.window,
+            sinks=self.sinks,
             states=self.states,
             kv_format=self.kv_format,
             data_dir=Path(self.folder.name),
@@ -104,7 +109,7 @@ class Conversations(RuleBasedStateMachine):
         view = turn.wait(2**62, timeout_s=30)
         assert view.done and view.error is None, view.error
         request = self.engine.requests[-1]
-        events = fresh_run(self.kind, self.kv_format, request)
+        events = fresh_run(self, request)
         fresh = events[-1]
         assert isinstance(fresh, Finished) and fresh.stats.reused_tokens == 0
         if view.finish_reason == "cancelled":
@@ -122,8 +127,14 @@ class Conversations(RuleBasedStateMachine):
         if self.states is not None and report["cache_pos"] < len(history) - 1:
             assert report["cache_pos"] in (0, *report["state"]["checkpoints"])
         elif view.finish_reason != "cancelled" and "\ufffd" not in view.text:
-            assert report["cache_pos"] >= len(history) - 1
+            # More than a few tokens that leave the end of a reply may be more than a window can go back.
+            windows = any(group["window"] is not None for group in report["groups"])
+            assert report["cache_pos"] >= len(request.prompt_ids if windows and self.stops(request) else history) - 1
         assert all(report["invariants"].values()), report["invariants"]
+
+    @staticmethod
+    def stops(request: GenerateRequest) -> bool:
+        return bool(request.params.stop)
 
     @rule(target=sessions, system=st.sampled_from(["", "Be brief."]))
     def create(self, system: str) -> str:
@@ -228,3 +239,41 @@ TestHybridConversations = HybridConversations.TestCase
 TestHybridConversations.settings = settings(TestConversations.settings, max_examples=8)
 TestRecurrentConversations = RecurrentConversations.TestCase
 TestRecurrentConversations.settings = settings(TestConversations.settings, max_examples=8)
+
+
+class WindowConversations(Conversations):
+    """Every layer gives up what lies far back."""
+
+    window = 24
+    blocks = 40
+
+
+class SinkConversations(WindowConversations):
+    sinks = 5
+
+
+class LocalAndGlobalConversations(Conversations):
+    """Some layers see a window, the others all."""
+
+    kind = "qwen3-window"
+    blocks = 110
+
+
+class HybridWindowConversations(HybridConversations):
+    """States and windows: a sequence goes back to where it has both."""
+
+    window = 24
+    sinks = 2
+    blocks = 40
+
+
+TestWindowConversations, TestSinkConversations = WindowConversations.TestCase, SinkConversations.TestCase
+TestLocalAndGlobalConversations = LocalAndGlobalConversations.TestCase
+TestHybridWindowConversations = HybridWindowConversations.TestCase
+for case in (
+    TestWindowConversations,
+    TestSinkConversations,
+    TestLocalAndGlobalConversations,
+    TestHybridWindowConversations,
+):
+    case.settings = settings(TestConversations.settings, max_examples=6)

@@ -70,7 +70,7 @@ def contents(engine: RecordingEngine, session: str) -> dict[str, torch.Tensor]:
         loop.runner.sync_blocks()
         cache, state = loop.runner.cache, sequence.state
         return ({} if state is None else loop.runner.states.export_state(state.held.slot)) | {
-            f"{kind} {layer} {head}": cache.read(sequence.block_table, layer, head, kind, 0, sequence.cache_pos)
+            f"{kind} {layer} {head}": cache.read(sequence.block_tables, layer, head, kind, 0, sequence.cache_pos)
             for kind in "kv"
             for layer in range(cache.spec.num_layers)
             for head in range(cache.spec.num_kv_heads)

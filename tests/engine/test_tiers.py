@@ -357,7 +357,7 @@ class Tiers(RuleBasedStateMachine):
         check_integrity(self.tree, self.scheduler.sequences())
         self.runner.sync_blocks()
         for sequence in self.scheduler.sequences():
-            values = self.runner.cache.read(sequence.block_table, 0, 0, "v", 0, sequence.cache_pos)
+            values = self.runner.cache.read(sequence.block_tables, 0, 0, "v", 0, sequence.cache_pos)
             assert values[:, 1].tolist() == chain(sequence.token_ids[: sequence.cache_pos])
         assert self.keeper.ram.nbytes <= self.keeper.ram.limit
         for session in self.keeper.ram.sizes():

@@ -11,12 +11,14 @@ from engine.models.registry import load_model
 from kernels import dispatch
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import KV_FORMATS
-from tests.support.batches import make_cache, make_metadata
+from kernels.layer_groups import LayerPlace
+from tests.support.batches import make_cache, make_metadata, poison_unseen
 from tests.support.tiny_models import KINDS, VOCAB, save_gguf, save_safetensors, tiny_model
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="the CPU kernels can't be compiled here")
 CPU = torch.device("cpu")
 IDS = torch.randint(0, VOCAB, (300,), generator=torch.Generator().manual_seed(1))
+OWN = (LayerPlace(0, 0), LayerPlace(0, 1))
 TABLE = (torch.randperm(90, generator=torch.Generator().manual_seed(2)) + 1).tolist()
 
 
@@ -39,8 +41,11 @@ def run(model, fused, chunks=(133, 1, 1, 5, 1, 32, 1), balance=None, **cache):
     store.balance = balance
     model._fused = kept if fused else None
     for count in chunks:
-        rows.append(model.forward(IDS[start : start + count], store, make_metadata([(start, count, TABLE)])))
+        rows.append(
+            model.forward(IDS[start : start + count], store, make_metadata([(start, count, TABLE)], cache=store))
+        )
         start += count
+        poison_unseen(store, TABLE, start)
     model._fused = kept
     return torch.cat(rows)
 
@@ -83,6 +88,52 @@ def test_quantised_caches(folder, kv_format):
         expected = run(model, False, kv_format=kv_format, balance=one)
         assert (fused - expected).abs().mean() < 0.1 * (expected - exact).abs().mean()
         assert 0 < (expected - exact).abs().max() < 0.3 * exact.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window", "qwen3-window"])
+def test_windows_of_some_layers(folder, kind):
+    """Blocks that are out of sight are not in the tables: their places are taken by the null block, full of NaN."""
+    model = load(folder, kind, None)
+    chunks = (133, 1, 1, 5, 1, 32, 1)
+    difference = (run(model, True, chunks, blocks_per_extent=7) - run(model, False, chunks)).abs().max()
+    assert model._fused is not None and difference < 1e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize(("window", "sinks"), [(24, 0), (24, 6), (150, 5), (5, 2)])
+def test_windows_and_sinks(folder, window, sinks, kv_format):
+    """Windows within one split and over several; the steps cross the place where sinks leave the window."""
+    model, sizes = load(folder, "qwen3", "Q8_0"), {"window": window, "sinks": sinks, "kv_format": kv_format}
+    balance = torch.rand(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim) + 0.5
+    chunks = (4, 1, 1, 32, 1, 118, 3, 1, 1, 70, 1)
+    fused, expected = (run(model, one, chunks, balance=balance, **sizes) for one in (True, False))
+    exact = 1e-3 if kv_format == "fp32" else 0.05 * expected.abs().max()
+    assert (fused - expected).abs().max() < exact
+
+
+@needs_kernels
+def test_a_layer_that_shares_a_place_reads_what_the_first_stored(folder):
+    model = load(folder, "llama", "Q8_0")
+
+    def logits(fused, places):
+        kept, cache = model._fused, make_cache(model, blocks=96)
+        object.__setattr__(cache.spec, "places", places)
+        model._fused = kept if fused else None
+        ids, start, rows = IDS[:40], 0, []
+        for count in (20, 1, 19):
+            meta = make_metadata([(start, count, TABLE)], cache=cache)
+            rows.append(model.forward(ids[start : start + count], cache, meta))
+            start += count
+        model._fused = kept
+        unused = [extent[:, 1].isnan().all() for extent in cache.extents]
+        return torch.cat(rows), all(unused)
+
+    shared = (LayerPlace(0, 0), LayerPlace(0, 0))
+    (fused, unused), (expected, also), (apart, _) = logits(True, shared), logits(False, shared), logits(True, OWN)
+    assert unused and also and (fused - expected).abs().max() < 1e-3
+    assert (fused - apart).abs().max() > 0.01
 
 
 @needs_kernels

@@ -20,20 +20,20 @@ ROWS = ((0, 1, 2), (2,), (1, 0, 2))
 """Which sequences take part in each step: buckets of 4, 1 and again 4, in another order."""
 
 
-def run(folder: Path, device: torch.device, graphs: bool) -> torch.Tensor:
+def run(folder: Path, device: torch.device, graphs: bool, sinks: int = 0) -> torch.Tensor:
     """The logits of all steps."""
     model = load_model(folder, device, "float32", triton=True)
-    cache = make_cache(model, blocks=64, blocks_per_extent=16)
-    for extent in cache.extents:
+    cache = make_cache(model, blocks=64, blocks_per_extent=16, sinks=sinks)
+    for extent in cache.extents[:1]:
         extent[0] = 0  # of the null block: padding rows write there
     lens = [0, 0, 0]
-    prefill = make_metadata([(0, len(p), t) for p, t in zip(PROMPTS, TABLES, strict=True)]).to(device)
+    prefill = make_metadata([(0, len(p), t) for p, t in zip(PROMPTS, TABLES, strict=True)], cache=cache).to(device)
     model.forward(torch.tensor([token for prompt in PROMPTS for token in prompt], device=device), cache, prefill)
     lens = [len(prompt) for prompt in PROMPTS]
     captured, seen = DecodeGraphs(model, cache, max_seq_len=12), []
     for step, rows in enumerate(ROWS):
         ids = torch.tensor([50 + 10 * step + row for row in rows], device=device)
-        meta = make_metadata([(lens[row], 1, TABLES[row]) for row in rows]).to(device)
+        meta = make_metadata([(lens[row], 1, TABLES[row]) for row in rows], cache=cache).to(device)
         assert captured.fits(meta)
         logits = captured.run(ids, meta)[1] if graphs else model.forward(ids, cache, meta)
         seen.append(logits.clone())
@@ -42,7 +42,8 @@ def run(folder: Path, device: torch.device, graphs: bool) -> torch.Tensor:
     return torch.cat(seen).cpu()
 
 
-def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "sinks"), [("llama", 0), ("qwen3-window", 1)])
+def test_padding_changes_nothing(kind: str, sinks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not triton.knobs.runtime.interpret:
         pytest.skip("kernels are not interpreted here")
     for name, capability in list(tuning._TABLE):
@@ -50,8 +51,9 @@ def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setitem(
                 tuning._TABLE, (name, capability), {**tuning._TABLE[name, capability], "BLOCK_N": 64, "BLOCK_K": 64}
             )
-    folder = save_safetensors(tiny_model("llama"), tmp_path)
-    plain, padded = (run(folder, torch.device("cpu"), graphs) for graphs in (False, True))
+    changes = {"sliding_window": 3, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = save_safetensors(tiny_model(kind, **(changes if sinks else {})), tmp_path)
+    plain, padded = (run(folder, torch.device("cpu"), graphs, sinks) for graphs in (False, True))
     assert torch.isfinite(padded).all() and (padded - plain).abs().max() < 1e-5
 
 

@@ -32,11 +32,14 @@ def on_the_device():
 class Batch:
     """Rows of all context lengths over one shuffled cache; row 2 is padding."""
 
-    def __init__(self, kv_format, head_dim, group, dtype, kv_heads=1, rotated=False, key_scale=1.0, **options):
+    def __init__(
+        self, kv_format, head_dim, group, dtype, kv_heads=1, rotated=False, key_scale=1.0, sink_q=False, **options
+    ):
         self.cache = PagedCache(kv_format, head_dim, kv_heads, block_size=BLOCK)
         self.dtype, self.options, self.scale = dtype, options, head_dim**-0.5
         self.inv_freq = frequencies(head_dim) if rotated else None
         self.q = random(len(CONTEXTS), group * kv_heads, head_dim).to(dtype)
+        self.sink_q = random(*self.q.shape, seed=99).to(dtype) if sink_q else None
         self.tables = torch.zeros(len(CONTEXTS), 7, dtype=torch.int32)
         free, self.exact, self.same_maths = list(SHUFFLED), [], []
         for row, context in enumerate(CONTEXTS):
@@ -50,11 +53,14 @@ class Batch:
             keys, values = self.cache.write(
                 1, blocks, keys, random(context, kv_heads, head_dim, seed=2 * row + 2).to(dtype)
             )
+            if options.get("window"):
+                self.cache.poison(1, blocks, range(options.get("sinks", 0), context - options["window"]))
             if rotated:
                 keys = rotate(keys, torch.arange(context), self.inv_freq, 1.25)
             inputs = self.q[row : row + 1], keys, values, self.scale
-            self.exact.append(attend(*inputs, torch.float64, **options)[0])
-            self.same_maths.append(attend(*inputs, dtype, **options)[0].double())
+            asked = {**options, "sink_q": self.sink_q[row : row + 1] if sink_q else None}
+            self.exact.append(attend(*inputs, torch.float64, **asked)[0])
+            self.same_maths.append(attend(*inputs, dtype, **asked)[0].double())
 
     def run(self, op, splits=2, newest=0, **launch):
         shapes = decode.workspace_shapes(*self.q.shape, splits)
@@ -63,7 +69,7 @@ class Batch:
         options = (self.options.get("window", 0), self.options.get("sinks", 0), self.options.get("soft_cap", 0.0))
         op(
             self.q, self.tables, torch.tensor(CONTEXTS, dtype=torch.int32), self.scale, *options, self.inv_freq, 1.25,
-            newest, *self.cache.where(1), partial_out, partial_stats, out, **launch,
+            newest, *self.cache.where(1), partial_out, partial_stats, out, self.sink_q, **launch,
         )  # fmt: skip
         assert_as_exact(out, torch.stack(self.same_maths), torch.stack(self.exact))
         assert torch.equal(out[CONTEXTS.index(0)], torch.zeros_like(out[0]))
@@ -135,6 +141,22 @@ def test_keys_stored_before_rope_are_turned_when_read(kv_format, head_dim, launc
     batch = Batch(kv_format, head_dim, 4, dtype, rotated=True, window=window, sinks=2)
     batch.run(paged.paged_decode)
     batch.run(decode.launch_paged_decode, **launch)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "options", "splits", "newest"),
+    [
+        ("fp16", {"window": 9, "sinks": 3}, 2, 0),
+        ("int8", {"window": 17, "sinks": 20}, 3, 0),
+        ("fp32", {"window": 40, "sinks": 4}, 1, 16),
+        ("int4", {"window": 5, "sinks": 1}, 7, 0),
+    ],
+    ids=str,
+)
+def test_sinks_beyond_the_window_have_queries_of_their_own(kv_format, options, splits, newest):
+    batch = Batch(kv_format, 64, 4, FLOAT if kv_format == "fp32" else HALF, sink_q=True, **options)
+    batch.run(paged.paged_decode)
+    batch.run(decode.launch_paged_decode, splits=splits, newest=newest, **DOT)
 
 
 @pytest.mark.parametrize("newest", [1, 16, 1000])

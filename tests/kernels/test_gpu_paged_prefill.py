@@ -34,13 +34,14 @@ def on_the_device():
 class Batch:
     """Chunks of different length over one shuffled cache in which every slot past a context is poisoned."""
 
-    def __init__(self, kv_format, head_dim, group, dtype, kv_heads=1, rotated=False, **options):
+    def __init__(self, kv_format, head_dim, group, dtype, kv_heads=1, rotated=False, sink_q=False, **options):
         self.cache = PagedCache(kv_format, head_dim, kv_heads, block_size=BLOCK)
         self.options, self.scale = options, head_dim**-0.5
         self.inv_freq = frequencies(head_dim) if rotated else None
         self.bounds = torch.tensor([0, *(count for count, _ in SEQUENCES)]).cumsum(0).int()
         self.contexts = torch.tensor([context for _, context in SEQUENCES], dtype=torch.int32)
         self.q = random(int(self.bounds[-1]), group * kv_heads, head_dim).to(dtype)
+        self.sink_q = random(*self.q.shape, seed=99).to(dtype) if sink_q else None
         self.tables = torch.zeros(len(SEQUENCES), 5, dtype=torch.int32)
         free, exact, same_maths = list(SHUFFLED), [], []
         for row, (count, context) in enumerate(SEQUENCES):
@@ -50,11 +51,16 @@ class Batch:
             self.tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
             keys, values = (random(context, kv_heads, head_dim, seed=2 * row + i).to(dtype) for i in (1, 2))
             keys, values = self.cache.write(1, blocks, keys, values)
+            if options.get("window"):
+                unseen = range(options.get("sinks", 0), context - count + 1 - options["window"])
+                self.cache.poison(1, blocks, unseen)
             if rotated:
                 keys = rotate(keys, torch.arange(context), self.inv_freq, 1.25)
-            inputs = self.q[self.bounds[row] : self.bounds[row + 1]], keys, values, self.scale
-            exact.append(attend(*inputs, torch.float64, **options))
-            same_maths.append(attend(*inputs, dtype, **options))
+            chunk = slice(self.bounds[row], self.bounds[row + 1])
+            inputs = self.q[chunk], keys, values, self.scale
+            asked = {**options, "sink_q": self.sink_q[chunk] if sink_q else None}
+            exact.append(attend(*inputs, torch.float64, **asked))
+            same_maths.append(attend(*inputs, dtype, **asked))
         self.exact, self.same_maths = torch.cat(exact), torch.cat(same_maths)
 
     def run(self, op, **launch):
@@ -62,7 +68,7 @@ class Batch:
         options = (self.options.get("window", 0), self.options.get("sinks", 0), self.options.get("soft_cap", 0.0))
         op(
             self.q, self.bounds, self.tables, self.contexts, 20, self.scale, *options, self.inv_freq, 1.25,
-            *self.cache.where(1), out, **launch,
+            *self.cache.where(1), out, self.sink_q, **launch,
         )  # fmt: skip
         assert_as_exact(out, self.same_maths, self.exact)
 
@@ -109,6 +115,23 @@ def test_formats_head_sizes_and_groups(kv_format, head_dim, group, dtype, launch
 )
 def test_windows_sinks_and_soft_cap(kv_format, launch, options):
     batch = Batch(kv_format, 64, 3, HALF, **options)
+    batch.run(paged.paged_prefill)
+    batch.run(prefill.launch_paged_prefill, **launch)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "launch", "options"),
+    [
+        ("fp16", SMALL, {"window": 4, "sinks": 3}),
+        # Sinks that lie beyond the window of some rows of a tile and not of others.
+        ("int8", LARGE, {"window": 3, "sinks": 12}),
+        ("fp32", LARGE, {"window": 9, "sinks": 2}),
+        ("int4", SMALL, {"window": 6, "sinks": 30}),
+    ],
+    ids=str,
+)
+def test_sinks_beyond_the_window_have_queries_of_their_own(kv_format, launch, options):
+    batch = Batch(kv_format, 64, 3, FLOAT if kv_format == "fp32" else HALF, sink_q=True, **options)
     batch.run(paged.paged_prefill)
     batch.run(prefill.launch_paged_prefill, **launch)
 

@@ -13,7 +13,7 @@ from engine.loader import pick_kv_format
 from engine.models.registry import DecoderModel, load_model
 from kernels.gpu import tuning
 from tests.support.batches import make_cache, make_metadata
-from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
+from tests.support.tiny_models import WINDOW_KINDS, save_gguf, save_safetensors, tiny_model
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a card the gpu tests do this")
 CPU = torch.device("cpu")
@@ -32,12 +32,14 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(tuning._TABLE, (name, capability), values)
 
 
-def decode(model: DecoderModel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+def decode(model: DecoderModel, shared: bool = False, **layers: int) -> tuple[list[tuple[int, ...]], torch.Tensor]:
     """Greedy ids of both prompts decoded together after one prefill, and all logits in turn."""
-    cache = make_cache(model, blocks=64, blocks_per_extent=16)
+    cache = make_cache(model, blocks=64, blocks_per_extent=16, **layers)
+    if shared:
+        object.__setattr__(cache.spec, "places", cache.spec.places[:1] * 2)
     tokens = torch.tensor([token for prompt in PROMPTS for token in prompt])
     items = [(0, len(prompt), table) for prompt, table in zip(PROMPTS, TABLES, strict=True)]
-    logits = model.forward(tokens, cache, make_metadata(items))
+    logits = model.forward(tokens, cache, make_metadata(items, cache=cache))
     seen, ids = [logits], [[], []]
     last = logits[[len(PROMPTS[0]) - 1, -1]]
     for step in range(STEPS):
@@ -46,7 +48,7 @@ def decode(model: DecoderModel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
         if step == STEPS - 1:
             break
         items = [(len(p) + step, 1, table) for p, table in zip(PROMPTS, TABLES, strict=True)]
-        last = model.forward(torch.tensor([row[-1] for row in ids]), cache, make_metadata(items))
+        last = model.forward(torch.tensor([row[-1] for row in ids]), cache, make_metadata(items, cache=cache))
         seen.append(last)
     return [tuple(row) for row in ids], torch.cat(seen)
 
@@ -59,6 +61,26 @@ def test_greedy_ids_and_logits_are_those_of_torch(kind: str, tmp_path: Path) -> 
     assert model.weight_format == "float32" and pick_kv_format("auto", model.weight_format, model.dtype) == "fp32"
     ids, logits = decode(model)
     expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False))
+    assert ids == expected_ids
+    assert (logits - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("qwen3", {"window": 6, "sinks": 2}),
+        ("qwen3-window", {"sinks": 3}),
+        ("qwen2", {"shared": True, "window": 8}),
+        ("gemma3", {}),
+    ],
+    ids=["sinks", "sinks of some layers", "layers at one place", "gemma3"],
+)
+def test_windows_are_those_of_torch(kind: str, layers: dict[str, int], tmp_path: Path) -> None:
+    """What is out of sight is not in the tables, or NaN in the null block."""
+    changes = {"sliding_window": 6, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    path = save_safetensors(tiny_model(kind, **(changes if kind in WINDOW_KINDS else {})), tmp_path)
+    ids, logits = decode(load_model(path, CPU, "float32", triton=True), **layers)
+    expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False), **layers)
     assert ids == expected_ids
     assert (logits - expected).abs().max() < 1e-3
 

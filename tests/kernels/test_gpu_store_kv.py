@@ -66,7 +66,7 @@ class Step:
         )  # fmt: skip
         return q_out
 
-    def exact(self):
+    def exact(self, positions=POSITIONS):
         """float64 q, k, v as they leave for `q_out` and the cache."""
         q, k, v = (
             self.qkv.double().view(len(SLOTS), -1, self.head_dim).split((self.heads, self.kv_heads, self.kv_heads), 1)
@@ -75,7 +75,7 @@ class Step:
             q, k = (
                 x / (x.pow(2).mean(-1, True) + EPS).sqrt() * w.double() for x, w in zip((q, k), self.norms, strict=True)
             )
-        q = rotate(q, POSITIONS, frequencies(self.head_dim), ROPE_SCALE)
+        q = rotate(q, positions, frequencies(self.head_dim), ROPE_SCALE)
         if self.rotate_keys:
             k = rotate(k, POSITIONS, frequencies(self.head_dim), ROPE_SCALE)
         if self.balance is not None:
@@ -142,6 +142,16 @@ def test_formats_head_sizes_and_groups(kv_format, head_dim, heads, kv_heads, dty
         # Once rounded to q's dtype; in float32 the angle's own sine and cosine are off by some 1e-7.
         torch.testing.assert_close(q.double(), exact_q, rtol=6e-4 if dtype == torch.float16 else 1e-5, atol=1e-5)
         assert_same_cache(cache, by_formula)
+
+
+@pytest.mark.parametrize(("norm", "balanced"), [(False, False), (True, True)])
+def test_queries_for_sinks_are_turned_no_further_than_asked(norm, balanced):
+    step, largest = Step(64, 6, 2, torch.float32, norm, balanced), 50
+    for op, launch in ((paged.store_kv, {}), (store.launch_store_kv, {"params": {"HEADS": 4}})):
+        sink_q = torch.full((len(SLOTS), 6, 64), float("nan"))
+        q = step.run(op, PagedCache("fp16", 64, 2), sink_position=largest, sink_q_out=sink_q, **launch)
+        torch.testing.assert_close(q.double(), step.exact()[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sink_q.double(), step.exact(POSITIONS.clamp(max=largest))[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4", "fp16"])

@@ -17,6 +17,7 @@ from engine.cuda_graph import DecodeGraphs
 from engine.kv_cache.cache import KVCache
 from engine.models.registry import DecoderModel
 from kernels.kv_format import KV_FORMATS, fill_extent_table
+from kernels.layer_groups import LayerGroup, default_places
 from tests.support import interpreter_fp8
 from tests.support.interpreter import is_interpreting
 from tests.support.large_cache import poisoned
@@ -51,9 +52,11 @@ class GrowingStore:
 
     spec = _Spec()
     balance = None
+    groups = (LayerGroup(),)
 
     def __init__(self, kv_format: str, shape: Shape, extents: int) -> None:
         self.kv_format, self.blocks_per_extent, self._shape = kv_format, PER_EXTENT, shape
+        self.places = default_places(shape.num_layers)
         self.extents: list[Tensor] = []
         self.scale_extents: list[Tensor] = []
         self.extent_table = torch.zeros(extents, 2, dtype=torch.int64, device=DEVICE)
@@ -119,8 +122,8 @@ class Decoding:
         ends = tuple(start + count for start in starts)
         meta = AttentionMetadata(
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in own], dtype=torch.int32),
+            slot_mapping=torch.tensor([slots]),
+            block_tables=torch.tensor([[table + [0] * (width - len(table)) for table in own]], dtype=torch.int32),
             context_lens=torch.tensor(ends, dtype=torch.int32),
             cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32) * count,
             logit_rows=torch.arange(len(positions)),

@@ -10,7 +10,8 @@ import torch
 from kernels import reference
 from kernels.dispatch import operations
 from kernels.kv_format import KV_FORMATS
-from kernels.reference import decoder
+from kernels.layer_groups import LayerGroup, default_places
+from kernels.reference import attention_plan
 from tests.support.paged_cache import encode
 
 LAYERS, BLOCK, KV_HEADS, HEADS, DIM = 3, 4, 2, 6, 8
@@ -24,6 +25,7 @@ class Store:
     """A paged store of several extents, filled with NaN where there is one."""
 
     def __init__(self, extents=3, blocks_per_extent=5, kv_format="fp32", balance=None):
+        self.groups, self.places = (LayerGroup(),), default_places(LAYERS)
         self.blocks_per_extent, self.kv_format, self.balance = blocks_per_extent, kv_format, balance
         fmt, shape = (
             KV_FORMATS[kv_format],
@@ -52,8 +54,8 @@ def batch(items):
     slots = [table[p // BLOCK] * BLOCK + p % BLOCK for start, n, table in items for p in range(start, start + n)]
     width = max(len(table) for _, _, table in items)
     return SimpleNamespace(
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for _, _, table in items], dtype=torch.int32),
+        slot_mapping=torch.tensor([slots]),
+        block_tables=torch.tensor([[table + [0] * (width - len(table)) for _, _, table in items]], dtype=torch.int32),
         query_lens=tuple(n for _, n, _ in items),
         context_lens_host=tuple(start + n for start, n, _ in items),
     )
@@ -78,7 +80,7 @@ ITEMS = [(5, 1, [7, 3]), (0, 6, [14, 1]), (9, 4, [2, 13, 6, 9]), (0, 1, [11])]
 def test_attention_over_a_mixed_batch(kv_format, layer, gather_bytes, monkeypatch):
     """Blocks of all extents, decodes and chunks; every slot that is not part of a context holds NaN. What a format
     stores is written out once more in `encode`, and balanced keys are as good as any."""
-    monkeypatch.setattr(decoder, "GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(attention_plan, "GATHER_BYTES", gather_bytes)
     balance = torch.rand(LAYERS, KV_HEADS, DIM) + 0.5
     store, other, meta = Store(kv_format=kv_format, balance=balance), Store(kv_format=kv_format), batch(ITEMS)
     total = sum(meta.query_lens)
@@ -108,7 +110,7 @@ def test_store_touches_only_its_slots():
     reference.store_kv(reference.plan_attention(meta, store, HEADS, DIM, torch.float32), 1, kv)
     written = sum(int(extent.isfinite().all(-1).all(-1).sum()) for extent in store.extents)
     assert written == 2 * len(kv)
-    for row, slot in enumerate(meta.slot_mapping.tolist()):
+    for row, slot in enumerate(meta.slot_mapping[0].tolist()):
         assert torch.equal(store.slot(1, slot // BLOCK, slot % BLOCK)[0], kv[row].view(2, KV_HEADS, DIM))
 
 

@@ -32,9 +32,9 @@ class ChainModel:
     def hidden_states(self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, *_: object) -> Tensor:
         tokens = iter(token_ids.tolist())
         for row, count in enumerate(meta.query_lens):
-            table, end = meta.block_tables[row].tolist(), meta.context_lens_host[row]
+            table, end = meta.block_tables[0, row].tolist(), meta.context_lens_host[row]
             for position in range(end - count, end):
-                before = float(cache.read(table, 0, 0, "k", position - 1, 1)[0, 0]) if position else 0.0
+                before = float(cache.read([table], 0, 0, "k", position - 1, 1)[0, 0]) if position else 0.0
                 block_id, slot = table[position // cache.spec.block_size], position % cache.spec.block_size
                 extent, index = divmod(block_id, cache.blocks_per_extent)
                 cache.extents[extent][index, :, :, slot] = (31 * before + 7 * next(tokens) + 1) % PRIME

@@ -226,7 +226,8 @@ class FakeEngine:
         return {
             "model": "fake-135M", "device": "cpu", "dtype": "int8", "kv_format": "fp16", "block_size": BLOCK,
             "max_seq_len": self.max_seq_len, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
-            "bytes_per_token": 23040, "vocab_size": 1 << 20, "chat_template": "fake", "warnings": self.warnings,
+            "bytes_per_token": 23040, "groups": [{"window": None, "sinks": 0, "layers": 30}],
+            "vocab_size": 1 << 20, "chat_template": "fake", "warnings": self.warnings,
         }  # fmt: skip
 
     def _need_ok(self) -> None:

@@ -224,6 +224,7 @@ class FakeEngine:
             "kv_format": "fp16",
             "kv_formats": ["fp32", "fp16", "int8", "int4"],
             "bytes_per_token": 1024,
+            "groups": [{"window": None, "sinks": 0, "layers": 1}],
             "vocab_size": size,
             "warnings": [],
             "snapshots": True,

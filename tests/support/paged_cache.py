@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,6 +75,14 @@ class PagedCache:
             stored.append(encode(self.kv_format, k, v, data, scales))
         return torch.stack([k for k, _ in stored]), torch.stack([v for _, v in stored])
 
+    def poison(self, layer: int, block_table: list[int], positions: Iterable[int]) -> None:
+        """NaN once more, in the data or the scales."""
+        for position in positions:
+            slot = self.slot(layer, block_table[position // self.block_size], position % self.block_size)
+            for part in slot:
+                if part is not None and part.is_floating_point():
+                    part.fill_(float("nan"))
+
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if dtype in (torch.int8, torch.uint8):
@@ -131,8 +139,10 @@ def attend(
     window: int = 0,
     sinks: int = 0,
     soft_cap: float = 0.0,
+    sink_q: Tensor | None = None,
 ) -> Tensor:
-    """[n, H, D] of q [n, H, D] at the last n positions of keys, values [context, KV, D], computed in `dtype`."""
+    """[n, H, D] of q [n, H, D] at the last n positions of keys, values [context, KV, D], computed in `dtype`; sinks
+    beyond the window are scored by `sink_q`."""
     count, heads, _ = q.shape
     context, kv_heads, _ = keys.shape
     q, keys, values = q.to(dtype), keys.to(dtype), values.to(dtype)
@@ -143,6 +153,9 @@ def attend(
         for head in range(heads):
             kv = head // (heads // kv_heads)
             scores = keys[seen, kv] @ q[i, head] * scale
+            if sink_q is not None:
+                beyond = torch.tensor([j <= own - window for j in seen])
+                scores = torch.where(beyond, keys[seen, kv] @ sink_q[i, head].to(dtype) * scale, scores)
             if soft_cap:
                 scores = torch.tanh(scores / soft_cap) * soft_cap
             out[i, head] = scores.softmax(0) @ values[seen, kv]

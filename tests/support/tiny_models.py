@@ -46,6 +46,34 @@ KINDS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
 }
 
+WINDOW = 16
+_LOCAL: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": WINDOW}
+_GEMMA: dict[str, Any] = {
+    **_LOCAL,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
+}
+WINDOW_KINDS = {
+    "mistral-window": ("MistralConfig", _LOCAL),
+    "qwen2-window": ("Qwen2Config", {**_LOCAL, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3-window": (
+        "Qwen3Config",
+        {
+            **_LOCAL,
+            "use_sliding_window": True,
+            "head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
+}
+"""Architectures some or all layers of which see a window only."""
+
 _MAMBA2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -79,7 +107,8 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> transformers.PreTrai
     if kind in RECURRENT_KINDS:
         config_name, settings = RECURRENT_KINDS[kind]
     else:
-        config_name, settings = KINDS[kind][0], {**_SIZES, **KINDS[kind][1]}
+        config_name, own = (KINDS | WINDOW_KINDS)[kind]
+        settings = {**_SIZES, **own}
     config = getattr(transformers, config_name)(**{**settings, **changes})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -107,7 +136,7 @@ def save_gguf(
 ) -> Path:
     """Write the model as llama.cpp's converter does, matrices in `quant`, or in what it says for a tensor's name."""
     config = model.config
-    arch = "llama" if config.model_type == "mistral" else config.model_type
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -120,6 +149,10 @@ def save_gguf(
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     _add_rope(writer, model)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -128,6 +161,8 @@ def save_gguf(
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             tensor = interleave_halves(tensor, heads)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         values = np.ascontiguousarray(tensor.numpy())
@@ -148,6 +183,7 @@ def interleave_halves(tensor: Tensor, heads: int) -> Tensor:
 
 def _add_rope(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel) -> None:
     rope = model.config.rope_parameters
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "llama3":
         plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, HIDDEN // HEADS, 2).float() / (HIDDEN // HEADS))

@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 
 from ui.advice import NEEDED_TURNS, advise, distribution, percentile, recommended_len
 
+
+def price(tokens: int) -> int:
+    return -(-tokens // 16) * 16 * 1000
+
+
 LENGTHS = st.lists(st.integers(1, 5000), min_size=NEEDED_TURNS, max_size=300)
 
 
@@ -41,7 +46,7 @@ def test_the_recommendation_is_the_smallest_whole_number_of_blocks_with_room(p99
 def test_advice_adds_up():
     lengths = [*range(10, 1000, 10), 5000]
     random.Random(1).shuffle(lengths)
-    found = advise(lengths, 8192, 16, 1000)
+    found = advise(lengths, 8192, 16, price)
     assert (found["turns"], found["p50"], found["p95"], found["p99"]) == (100, 500, 950, 990)
     assert found["recommended"] == 1104  # 990 and a tenth more: 1089, in blocks of 16
     assert found["saved_bytes"] == (8192 - 1104) * 1000
@@ -50,13 +55,13 @@ def test_advice_adds_up():
 
 
 def test_turns_that_fill_the_context_are_no_reason_to_lower_it():
-    found = advise([2048] * 30, 2048, 16, 1000)
+    found = advise([2048] * 30, 2048, 16, price)
     assert found["saved_bytes"] == 0 and found["at_limit"] == 30 and "no advice" in found["text"]
 
 
 @pytest.mark.parametrize("count", [0, 1, NEEDED_TURNS - 1])
 def test_few_turns_are_said_to_be_few(count):
-    found = advise([100] * count, 2048, 16, 1000)
+    found = advise([100] * count, 2048, 16, price)
     assert found["recommended"] is None and found["saved_bytes"] is None and found["cdf"] == []
     assert found["text"].startswith(f"{count} of {NEEDED_TURNS} turns")
-    assert advise([100] * NEEDED_TURNS, 2048, 16, 1000)["recommended"] == 112
+    assert advise([100] * NEEDED_TURNS, 2048, 16, price)["recommended"] == 112

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.memory_plan import session_bytes
 from engine.protocol import PrecisionQuery
 from ui.advice import advise
 from ui.api.bodies import Json, checked_uuid, optional, read_object
@@ -32,5 +33,5 @@ def add_measure_routes(api: FastAPI, chat: ChatService) -> None:
 
 def _advice(chat: ChatService) -> dict[str, Any]:
     known = chat.engine.capabilities()
-    sizes = (known[name] for name in ("max_seq_len", "block_size", "bytes_per_token"))
-    return advise(chat.store.turn_lengths(), *sizes)
+    lengths = chat.store.turn_lengths()
+    return advise(lengths, known["max_seq_len"], known["block_size"], lambda tokens: session_bytes(tokens, known))

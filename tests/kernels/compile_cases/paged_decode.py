@@ -19,10 +19,25 @@ def cases(arch: int) -> list[CompileCase]:
     tables, contexts = torch.zeros(ROWS, 8, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
     workspaces = [torch.empty(shape) for shape in workspace_shapes(*q.shape, SPLITS)]
 
-    def decode(kv_format: str, window: int = 0, newest: int = 0, inv_freq: torch.Tensor | None = None) -> None:
+    def decode(
+        kv_format: str, window: int = 0, newest: int = 0, inv_freq: torch.Tensor | None = None, sinks: bool = False
+    ) -> None:
         where = PagedCache(kv_format, HEAD_DIM, KV_HEADS, block_size=16).where(0)
         launch_paged_decode(
-            q, tables, contexts, 0.1, window, 4, 0.0, inv_freq, 1.0, newest, *where, *workspaces, torch.empty_like(q)
+            q,
+            tables,
+            contexts,
+            0.1,
+            window,
+            4,
+            0.0,
+            inv_freq,
+            1.0,
+            newest,
+            *where,
+            *workspaces,
+            torch.empty_like(q),
+            q if sinks else None,
         )
 
     # On sm_75 tiles small enough for the registers leave a thread 64 bits of int4, and of int8 beside its turned copy.
@@ -32,6 +47,7 @@ def cases(arch: int) -> list[CompileCase]:
         CompileCase(plain, lambda: decode(plain), 152, REDUCTION + 4, 24576),
         CompileCase("int8 hinted", lambda: decode("int8", newest=512), 184, REDUCTION + 4, 24576),
         CompileCase("int8", lambda: decode("int8"), 184, REDUCTION + 2, 20480),
+        CompileCase("int8 sinks", lambda: decode("int8", window=1024, sinks=True), 255, REDUCTION + 2, 24576),
         CompileCase("int4", lambda: decode("int4"), 184, REDUCTION + narrow, 20480),
         CompileCase(
             "int8 window rotated",

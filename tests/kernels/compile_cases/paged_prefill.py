@@ -17,12 +17,13 @@ def cases(arch: int) -> list[CompileCase]:
     tables, contexts = torch.zeros(SEQUENCES, 8, dtype=torch.int32), torch.zeros(SEQUENCES, dtype=torch.int32)
     bounds = torch.zeros(SEQUENCES + 1, dtype=torch.int32)
 
-    def prefill(kv_format: str) -> None:
+    def prefill(kv_format: str, window: int = 0, sink_q: torch.Tensor | None = None) -> None:
         where = PagedCache(kv_format, HEAD_DIM, KV_HEADS, block_size=16).where(0)
         launch_paged_prefill(
-            q, bounds, tables, contexts, TOKENS, 0.1, 0, 0, 0.0, None, 1.0, *where, torch.empty_like(q)
+            q, bounds, tables, contexts, TOKENS, 0.1, window, 4, 0.0, None, 1.0, *where, torch.empty_like(q), sink_q
         )
 
     formats = [plain, "int8", "int4"] + (["fp8"] if arch >= 89 else [])
     wide = 2 if arch < 80 else 4
-    return [CompileCase(name, lambda name=name: prefill(name), 255, wide, 51200) for name in formats]
+    found = [CompileCase(name, lambda name=name: prefill(name), 255, wide, 51200) for name in formats]
+    return [*found, CompileCase("int8 sinks", lambda: prefill("int8", 1024, q), 255, wide, 51200)]

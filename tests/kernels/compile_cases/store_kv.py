@@ -18,14 +18,15 @@ def cases(arch: int) -> list[CompileCase]:
     places, inv_freq = torch.zeros(TOKENS, dtype=torch.int64), torch.empty(HEAD_DIM // 2)
     norm = torch.empty(HEAD_DIM, dtype=dtype)
 
-    def store(kv_format: str, weight: torch.Tensor | None) -> None:
+    def store(kv_format: str, weight: torch.Tensor | None, sinks: bool = False) -> None:
+        more = (1000, torch.empty_like(q_out)) if sinks else ()
         kv_format, _, *where = PagedCache(kv_format, HEAD_DIM, KV_HEADS, block_size=16).where(0)
         launch_store_kv(
-            qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, None, False, kv_format, 3, *where, q_out
+            qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, None, False, kv_format, 3, *where, q_out, *more
         )
 
     formats = [plain, "int8", "int4"] + (["fp8"] if arch >= 89 else [])
     return [
         CompileCase(name, lambda name=name: store(name, norm if name == plain else None), 128, 3, 1024)
         for name in formats
-    ]
+    ] + [CompileCase("int8 sinks", lambda: store("int8", norm, True), 128, 3, 1024)]
