@@ -29,7 +29,7 @@ STATE_SLOTS = 4
 
 def scratch_blocks(spec: KVCacheSpec, tokens: int) -> int:
     """Blocks of a replay's cache."""
-    return spec.windows.blocks(tokens, REPLAY_CHUNK) + 1
+    return max(spec.windows.blocks(tokens, REPLAY_CHUNK), 1) + 1
 
 
 class Replay:

@@ -162,8 +162,9 @@ class Scheduler:
         step."""
         sequence.adopt_prefix()
         sequence.begin_turn()
-        if self._cache.windows.blocks(len(sequence.token_ids), 1) > self._cache.pool.limit - 1:
-            return 0
+        while self._cache.windows.blocks(len(sequence.token_ids), 1) > self._cache.pool.limit - 1:
+            if not self.on_shortage():
+                return 0
         count = self._fitting_chunk(sequence, budget)
         if count:
             self.waiting.popleft()

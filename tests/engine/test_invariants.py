@@ -104,18 +104,19 @@ def test_each_light_of_a_step_names_its_fault(engine, running):
     assert not invariants(cache, InvariantLights(cache), running)["written_block_has_one_owner"]
     cache.pool.release(running.block_table[-1])
     table = running.block_table
-    running.block_table = [table[1], *table[1:]]
+    running.blocks.tables[0] = [table[1], *table[1:]]
     assert names(lights, running) == ["no_position_twice"]
-    running.block_table = table[:-1]
+    running.blocks.tables[0] = table[:-1]
     assert names(lights, running) == ["cache_pos_within_blocks"]
-    running.block_table = table
+    running.blocks.tables[0] = table
     later = ScheduledBatch((ScheduledItem(running, running.cache_pos + 1, 1, True),))
     assert [violation.name for _, violation in lights.before(later)] == ["next_position_is_length"]
 
 
 def test_two_sequences_that_write_one_block_are_told(engine, running):
     other = Sequence(engine._steps().prefix_cache, "other")
-    other.token_ids, other.block_table, other.cache_pos = running.token_ids, running.block_table, running.cache_pos
+    other.token_ids, other.cache_pos = running.token_ids, running.cache_pos
+    other.blocks.tables[0] = running.block_table
     assert names(InvariantLights(engine._steps().prefix_cache), running, other) == ["written_block_has_one_owner"]
 
 

@@ -313,9 +313,11 @@ class FakeStream:
 
 
 def wait_until(condition: Any, timeout_s: float = 5.0) -> bool:
-    """Whether the condition came true in time."""
+    """Whether the condition came true in time; it may be over again by the time this is told."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if condition():
+            return True
         time.sleep(0.01)
     return bool(condition())
 
