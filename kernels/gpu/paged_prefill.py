@@ -27,17 +27,14 @@ SCHEMA = (
 # fmt: off
 @triton.jit
 def _attend(
-    first, last, start, kept, own, window, sinks, q, q_second, sink_q, top, total, acc, table, extent_table, layer,
-    head, inv_freq, rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
-    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr,
-    SCALE_PLANES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    first, last, start, kept, own, window, sinks, q, q_second, top, total, acc, table, extent_table, layer, head,
+    inv_freq, rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, LAYERS:
+    tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr, SCALE_PLANES:
+    tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE:
+    tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Online softmax over visible keys `first` to `last`: new (maximum, sum, accumulator), in powers of two.
-
-    With SINKS a key beyond the window of a row is scored by `sink_q`.
-    """
+    """Online softmax over visible keys `first` to `last`: new (maximum, sum, accumulator), in powers of two."""
     for base in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         key = base + tl.arange(0, BLOCK_N)
         valid = key < last
@@ -53,12 +50,6 @@ def _attend(
             q, q_second, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF, FORMAT,
             DTYPE, ROTATE, True, "",
         )  # fmt: skip
-        if SINKS:
-            of_sinks = raw_scores(
-                sink_q, sink_q, data, scales, k_row, scale_row, position, valid, inv_freq, rope_scale, D, DP, HALF,
-                FORMAT, DTYPE, ROTATE, True, "",
-            )  # fmt: skip
-            scores = tl.where(own[:, None] - position[None, :] >= window, of_sinks, scores)
         if FORMAT == "int8":
             token_scale = load_token_scale(scales, scale_row, valid)
             scores = scores * token_scale[None, :]
@@ -165,19 +156,20 @@ def paged_prefill_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     first = 0
     if SINKS:
+        # Also within the window, where both queries are the same.
         channel = tl.arange(0, DP)
         inside = in_chunk[:, None] & (channel < D)[None, :]
         sink_q = tl.load(sink_q_ptr + q_row[:, None] * D + channel[None, :], mask=inside, other=0.0).to(DTYPE)
         top, total, acc = _attend(
-            first, kept, start, kept, own, window, sinks, q, q_second, sink_q, top, total, acc, table, extent_table,
+            first, kept, start, kept, own, window, sinks, sink_q, sink_q, top, total, acc, table, extent_table,
             layer, head, inv_freq, rope_scale, scale, soft_cap, D, DP, HALF, LAYERS, BLOCK_SIZE, KV_HEADS,
-            BLOCKS_PER_EXTENT, SCALE_PLANES, FORMAT, DTYPE, WINDOW, True, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
+            BLOCKS_PER_EXTENT, SCALE_PLANES, FORMAT, DTYPE, WINDOW, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
         )  # fmt: skip
         first = kept
     top, total, acc = _attend(
-        first, visible, start, kept, own, window, sinks, q, q_second, q, top, total, acc, table, extent_table, layer,
+        first, visible, start, kept, own, window, sinks, q, q_second, top, total, acc, table, extent_table, layer,
         head, inv_freq, rope_scale, scale, soft_cap, D, DP, HALF, LAYERS, BLOCK_SIZE, KV_HEADS, BLOCKS_PER_EXTENT,
-        SCALE_PLANES, FORMAT, DTYPE, WINDOW, False, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
+        SCALE_PLANES, FORMAT, DTYPE, WINDOW, SOFT_CAP, ROTATE, BLOCK_N, STAGES,
     )  # fmt: skip
     channel = tl.arange(0, DP)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -188,6 +188,8 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     chunk = [normal(total, HEADS, HEAD_DIM), starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
     yield "paged_prefill", [*chunk, *cache, out], out
     chunk[6:8] = WINDOW, SINKS
+    own = torch.cat([torch.arange(length, device=device) for length in CONTEXT_LENS])
+    sink_q = torch.where((own < WINDOW + SINKS - 1)[:, None, None], chunk[0], sink_q)
     yield "paged_prefill", [*chunk, *cache, out, sink_q], out
 
 

@@ -244,7 +244,8 @@ def paged_prefill(
 
     q, out: fp16, bf16 or fp32 [T, H, D]; sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], of int32
     [S + 1], `max_query_len` at most. context_lens: int32 [S], with the chunk. Everything else is as for `paged_decode`;
-    sequences without queries are skipped. ValueError where shapes or dtypes don't fit.
+    sequences without queries are skipped. `sink_q` is q wherever a token lies before window + sinks - 1. ValueError
+    where shapes or dtypes don't fit.
     """
     geometry = check_prefill(
         q, cu_seqlens_q, block_tables, context_lens, key_inv_freq, kv_format, data_extents, out, sink_q

@@ -42,6 +42,11 @@ class Batch:
         self.contexts = torch.tensor([context for _, context in SEQUENCES], dtype=torch.int32)
         self.q = random(int(self.bounds[-1]), group * kv_heads, head_dim).to(dtype)
         self.sink_q = random(*self.q.shape, seed=99).to(dtype) if sink_q else None
+        if sink_q:
+            # It is q turned to position window + sinks - 1 at most, so that up to there it is q itself.
+            for (count, context), end in zip(SEQUENCES, self.bounds.tolist()[1:], strict=True):
+                turned = max(end - context + options["window"] + options["sinks"] - 1, end - count)
+                self.sink_q[end - count : turned] = self.q[end - count : turned]
         self.tables = torch.zeros(len(SEQUENCES), 5, dtype=torch.int32)
         free, exact, same_maths = list(SHUFFLED), [], []
         for row, (count, context) in enumerate(SEQUENCES):

@@ -20,9 +20,11 @@ def cases(arch: int) -> list[CompileCase]:
 
     def store(kv_format: str, weight: torch.Tensor | None, sinks: bool = False) -> None:
         more = (1000, torch.empty_like(q_out)) if sinks else ()
+        # As in a real cache: formats with scales have constants, others none.
+        balance = torch.ones(KV_HEADS, HEAD_DIM) if kv_format in ("int8", "int4") else None
         kv_format, _, *where = PagedCache(kv_format, HEAD_DIM, KV_HEADS, block_size=16).where(0)
         launch_store_kv(
-            qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, None, False, kv_format, 3, *where, q_out, *more
+            qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, balance, False, kv_format, 3, *where, q_out, *more
         )
 
     formats = [plain, "int8", "int4"] + (["fp8"] if arch >= 89 else [])
