@@ -28,10 +28,10 @@ SCHEMA = (
 @triton.jit
 def _attend(
     first, last, start, kept, own, window, sinks, q, q_second, top, total, acc, table, extent_table, layer, head,
-    inv_freq, rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, LAYERS:
-    tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr, SCALE_PLANES:
-    tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE:
-    tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    inv_freq, rope_scale, scale, soft_cap, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS_PER_EXTENT: tl.constexpr,
+    SCALE_PLANES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ROTATE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Online softmax over visible keys `first` to `last`: new (maximum, sum, accumulator), in powers of two."""

@@ -185,11 +185,12 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     yield "paged_decode", [*asked, normal(len(lens), HEADS, HEAD_DIM)], out
     starts = torch.tensor([0, 1, total], dtype=torch.int32, device=device)
     out = normal(total, HEADS, HEAD_DIM)
-    chunk = [normal(total, HEADS, HEAD_DIM), starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
+    q = normal(total, HEADS, HEAD_DIM)
+    chunk = [q, starts, tables, lens, max(CONTEXT_LENS), 0.125, 0, 0, 0.0, None, 1.0]
     yield "paged_prefill", [*chunk, *cache, out], out
     chunk[6:8] = WINDOW, SINKS
     own = torch.cat([torch.arange(length, device=device) for length in CONTEXT_LENS])
-    sink_q = torch.where((own < WINDOW + SINKS - 1)[:, None, None], chunk[0], sink_q)
+    sink_q = torch.where((own < WINDOW + SINKS - 1)[:, None, None], q, sink_q)
     yield "paged_prefill", [*chunk, *cache, out, sink_q], out
 
 
