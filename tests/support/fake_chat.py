@@ -181,7 +181,7 @@ class FakeEngine:
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
             "kv_ratio": 2.5 if count else None,
             "away": self.away, "refused": self.refused,
-            "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True},
+            "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True}, "violation": None, "audit": None,
         }  # fmt: skip
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
