@@ -99,6 +99,10 @@ export class AuditView {
   }
 
   drawHeat({ columns, values }) {
+    // The same map again keeps the cell that is pointed at.
+    const key = JSON.stringify([columns, values]);
+    if (key === this.mapKey) return;
+    this.mapKey = key;
     this.map = { columns, values };
     this.heat.hidden = !values.length;
     this.point(null);
@@ -147,7 +151,7 @@ export class AuditView {
     const [layer, column] = at;
     const [first, last] = columns[column];
     const value = values[layer][column];
-    const error = value === null ? "not finite" : `error ${share(value)} of what is tolerated`;
+    const error = value === null ? "not finite" : `error ${share(value)} what is tolerated`;
     const floor = this.found.noise_floor === null ? "" : `; noise floor ${this.found.noise_floor.toPrecision(2)}`;
     setText(this.under, `layer ${layer} · ${first === last ? `position ${number(first)}` : `positions ${number(first)}–${number(last)}`} · ${error}${floor}`);
     Object.assign(this.cursor.style, {
@@ -159,12 +163,12 @@ export class AuditView {
 // Shades that can be told from each other on light and dark ground.
 export function colour(value) {
   if (value === null) return "rgb(140 80 220)";
-  if (value <= 1) return `rgb(33 150 135 / ${(0.1 + 0.6 * value).toFixed(3)})`;
+  if (value <= 1) return `rgb(33 150 135 / ${(0.12 + 0.6 * value).toFixed(3)})`;
   return `rgb(211 55 45 / ${Math.min(1, 0.6 + 0.15 * Math.log10(value)).toFixed(3)})`;
 }
 
 function share(value) {
-  return value >= 10 ? `${number(value)} ×` : value > 1 ? `${value.toFixed(1)} ×` : `${Math.round(100 * value)} %`;
+  return value >= 10 ? `${number(value)} ×` : value > 1 ? `${value.toFixed(1)} ×` : `${Math.round(100 * value)} % of`;
 }
 
 function faultRow({ kind, tensor, layers, first_position: first, last_position: last, max_error: error }) {

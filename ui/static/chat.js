@@ -195,7 +195,7 @@ export class ChatLog {
     }
     const buttons = [
       button("copy", "Copy", (event) => this.copy(entry, event.currentTarget), false),
-      reply ? button("edit", "Edit this reply", () => this.edit(entry)) : priced(button("edit", "Edit and answer anew", () => this.edit(entry)), page, "edit", entry.id),
+      button("edit", reply ? "Edit this reply" : "Edit and answer anew", () => this.edit(entry)),
       reply && priced(button("again", "Regenerate", () => page.act("regenerate", { message: entry.id })), page, "regenerate", entry.id),
       reply && last && button("undo", "Take back the last turn", () => this.undo()),
       button("fork", "Fork the chat from here", () => page.fork(page.session, entry.id), false),
@@ -258,13 +258,15 @@ export class ChatLog {
       if (event.key === "Escape") { event.stopPropagation(); close(); }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing && (!reply || event.ctrlKey || event.metaKey)) { event.preventDefault(); save(); }
     });
+    const confirm = h("button", { type: "button", class: "accent", onclick: save }, reply ? "Save" : "Send");
+    if (!reply) priced(confirm, this.page, "edit", entry.id, () => area.value);
     const grow = () => { area.style.height = "auto"; area.style.height = `${Math.min(area.scrollHeight + 2, 480)}px`; };
     area.addEventListener("input", grow);
     node.classList.add("editing");
     body.replaceChildren(area, h("div", { class: "edit-bar" },
       h("span", { class: "quiet" }, reply ? "The old text stays as another version." : "The old message and its replies stay as another version."),
       h("button", { type: "button", class: "plain", onclick: close }, "Cancel"),
-      h("button", { type: "button", class: "accent", onclick: save }, reply ? "Save" : "Send")));
+      confirm));
     grow();
     area.focus();
   }

@@ -157,9 +157,7 @@ export class Diagnosis {
     const button = h("button", { type: "button", class: "accent" }, label);
     button.addEventListener("click", async () => {
       button.disabled = true;
-      const told = await this.apply(cure, result.message_id);
-      button.disabled = told === null;
-      setText(done, told ?? "");
+      setText(done, await this.apply(cure, result.message_id) ?? "");
       button.disabled = false;
     });
     return h("div", { class: "cure" }, h("p", {}, cure.sentence), button, done);

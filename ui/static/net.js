@@ -81,8 +81,8 @@ export function misses(session) {
   return request(path(session, "misses"), {});
 }
 
-export function price(session, action, message) {
-  return send(path(session, "price"), { action, message_id: message });
+export function price(session, action, message, content) {
+  return send(path(session, "price"), { action, message_id: message, content });
 }
 
 export function exportLink(session, format) {

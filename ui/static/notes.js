@@ -8,13 +8,14 @@ export function loopNote({ period, repeats, near }, open) {
   return h("button", { type: "button", class: "loop-note", onclick: open, title: "Open the Debug tab" }, icon("again"), `Repeats itself: ${what}. `, h("b", {}, "Why?"));
 }
 
-// The price is asked for when the pointer or the focus gets to the button, and stands in its title.
-export function priced(button, page, action, message) {
-  const label = button.title;
+// The price is asked for when the pointer or the focus gets to the button, and stands in its title. `content`: the text
+// that an edit would bring by then.
+export function priced(button, page, action, message, content = () => undefined) {
+  const label = button.title || button.textContent;
   const tell = async () => {
-    if (page.running || page.app?.status !== "ok") return;
+    if (page.running || page.app?.status !== "ok" || content()?.trim() === "") return;
     try {
-      const { tokens, seconds } = await price(page.session, action, message);
+      const { tokens, seconds } = await price(page.session, action, message, content());
       const time = seconds === null ? "" : `, about ${duration(1000 * seconds)}`;
       button.title = `${label}: computes ${counted(tokens, "token")} of the prompt${time}`;
     } catch {
