@@ -16,6 +16,7 @@ from engine.protocol import (
     Event,
     Finished,
     GenerateRequest,
+    Loop,
     Miss,
     PrefillProgress,
     ProbeQuery,
@@ -115,7 +116,7 @@ class FakeStream:
             return TurnStats(
                 request.session_id, len(prompt) + max(len(ids) - 1, 0), len(prompt), reused, len(prompt) - reused,
                 len(ids), first and 1e3 * (first - started), 12.0, len(ids) / took if len(ids) > 1 else None,
-                reason, request.params.seed, miss,
+                reason, request.params.seed, miss, engine.loop,
             )  # fmt: skip
 
         yield PrefillProgress(stats())
@@ -137,6 +138,7 @@ class FakeEngine:
 
     def __init__(self, rate: float = 100.0, reply: str = REPLY, max_seq_len: int = 2048) -> None:
         self.rate, self.reply, self.max_seq_len = rate, reply, max_seq_len
+        self.loop: Loop | None = None
         self.tokenizer = FakeTokenizer()
         self.caches: dict[str, list[int]] = {}
         self.warnings: list[str] = []

@@ -29,6 +29,7 @@ export class AuditView {
 
   clear() {
     this.asked = null;
+    this.unseen = 0;
     this.take(null);
     this.drawState();
   }
@@ -45,9 +46,19 @@ export class AuditView {
     this.draw();
   }
 
+  // Blocks `[id, start, count, owners, verdict]` of the cache now: those without a verdict were written since.
+  covers(blocks) {
+    this.unseen = blocks.filter(([, , count, , verdict]) => count && !verdict).length;
+    this.draw();
+  }
+
   async audit() {
     const found = await this.ask(audit, "Computing this chat's tokens again beside the cache; other replies go on.");
-    if (found) this.take({ ...found, at: Date.now() / 1000 });
+    if (!found) return;
+    this.unseen = 0;
+    this.take({ ...found, at: Date.now() / 1000 });
+    this.tab.page.panel.expect();
+    this.tab.page.poll();
   }
 
   // The sentence of what was done; null where it was refused, which has then been told.
@@ -89,7 +100,8 @@ export class AuditView {
     const { found } = this;
     if (!this.asked) {
       const since = found?.at ? ` ${SCOPES[found.scope]} ${new Date(1000 * found.at).toLocaleTimeString()}${found.ms ? `, in ${duration(found.ms)}` : ""}.` : "";
-      setText(this.sentence, found ? found.sentence + since : this.told ?? "Runs this chat's tokens again on scratch blocks and compares keys, values and logits with what is cached.");
+      const unseen = found?.scope === "audit" && this.unseen ? ` ${counted(this.unseen, "block")} written since.` : "";
+      setText(this.sentence, found ? found.sentence + since + unseen : this.told ?? "Runs this chat's tokens again on scratch blocks and compares keys, values and logits with what is cached.");
       this.sentence.className = found?.verdict === "fault" ? "failure" : found || this.told ? "" : "quiet";
     }
     const faults = found?.faults ?? [];

@@ -108,6 +108,7 @@ export class DebugTab {
   draw(changes) {
     if (changes.cache !== undefined) this.drawLights(changes.cache);
     if (changes.audit !== undefined) this.audit.take(changes.audit);
+    if (changes.audit !== undefined || changes.blocks) this.audit.covers(this.page.panel.facts.blocks ?? []);
   }
 
   drawLights(cache) {
