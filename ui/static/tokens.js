@@ -50,6 +50,7 @@ export class Tokens {
     this.rows = [];
     this.chosen = null;
     this.known = new Map();
+    this.looking = null;
     this.drawPage();
     setText(this.note, "The tokens of the newest reply will stand here.");
   }
@@ -143,7 +144,7 @@ export class Tokens {
     if (!row) return;
     this.drawFacts(row);
     this.drawOthers(row.top ?? this.known.get(index));
-    if (!row.top && !this.known.has(index)) this.lookUp(index);
+    if (!row.top) this.lookUp();
     this.readProbe();
   }
 
@@ -157,17 +158,24 @@ export class Tokens {
     ]);
   }
 
-  // The alternatives of a few tokens at once: the replay up to them costs more than they do.
-  async lookUp(index) {
-    const { key } = this;
-    const start = Math.floor(index / LOOKED_UP) * LOOKED_UP;
+  // The alternatives of the chosen token and a few around it: the replay up to them costs more than they do. One replay
+  // runs at a time, however many tokens are clicked meanwhile.
+  async lookUp() {
+    const { key, chosen } = this;
+    if (this.looking || chosen === null || this.known.has(chosen)) return;
+    const looking = this.looking = {};
+    const start = Math.floor(chosen / LOOKED_UP) * LOOKED_UP;
     try {
       const found = await tokens(this.tab.page.session, { message_id: key, start, count: LOOKED_UP });
-      if (this.key !== key) return;
-      for (const row of found.tokens) if (row.top) this.known.set(row.index, row.top);
+      if (this.looking !== looking) return;
+      for (const row of found.tokens) this.known.set(row.index, row.top ?? []);
+      this.looking = null;
       if (this.chosen !== null) this.drawOthers(this.known.get(this.chosen));
+      this.lookUp();
     } catch (error) {
-      if (this.key === key) toast(error.message);
+      if (this.looking !== looking) return;
+      this.looking = null;
+      toast(error.message);
     }
   }
 
