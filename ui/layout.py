@@ -1,4 +1,4 @@
-"""The page: Gradio Blocks as the frame; session list, conversation and live panel are drawn by the page's own scripts.
+"""The page: Gradio Blocks as the frame; session list, conversation, panel and Debug tab are drawn by its own scripts.
 
 Three columns rather than two `gr.Sidebar`s: those share one width, and lie over the page on a phone. Nothing here holds
 state on the server (`gr.State` would cost every tab a connection for life): the open chat is in the URL.
@@ -57,7 +57,9 @@ def mount(api: FastAPI, chat: ChatService) -> FastAPI:
 
 def _head() -> str:
     base = static_path()
-    styles = "".join(f'<link rel="stylesheet" href="{base}/{name}.css">' for name in ("frame", "chat", "panel", "code"))
+    styles = "".join(
+        f'<link rel="stylesheet" href="{base}/{name}.css">' for name in ("frame", "chat", "panel", "debug", "code")
+    )
     return (
         f'{styles}<script type="module" src="{base}/main.js"></script>'
         '<link rel="icon" href="data:image/svg+xml,'
@@ -106,6 +108,8 @@ def _side() -> None:
             _drawn("panel", "kv-panel")
         with gr.Tab("Settings", elem_id="kv-tab-settings"):
             _settings()
+        with gr.Tab("Debug", elem_id="kv-tab-debug"):
+            _drawn("debug", "kv-debug")
 
 
 SLIDERS = (

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from engine.errors import NotFound
@@ -210,6 +210,8 @@ class LivePage:
         answer = {"id": turn.id, "message": turn.message_id, "tokens": view.token_count, **reply.changes(view, length)}
         if view.stats is not None and not view.token_count:
             answer["prefill"] = [view.stats.cache_pos, view.stats.prompt_tokens]
+        if view.stats is not None and view.stats.loop is not None:
+            answer["loop"] = asdict(view.stats.loop)
         if turn.dropped:
             # The oldest messages of the branch: their number says which.
             answer["dropped"] = len(turn.dropped)

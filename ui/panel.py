@@ -112,7 +112,7 @@ class PanelSource:
             "memory": {name: value for name, value in engine.memory().items() if name != "sessions"},
         }
         if selection.session_id is None:
-            return reading | {"turn": None, "cache": None, "blocks": [], "head": [], "tail": []}
+            return reading | {"turn": None, "cache": None, "audit": None, "blocks": [], "head": [], "tail": []}
         report = engine.inspect(selection.session_id)
         layer = min(selection.layer, capabilities["num_layers"] - 1)
         head = min(selection.head, capabilities["num_kv_heads"] - 1)
@@ -128,6 +128,7 @@ class PanelSource:
         return reading | {
             "turn": self._turn(selection.session_id, capabilities),
             "cache": view_models.cache_section(report),
+            "audit": view_models.audit_section(report["audit"]),
             "blocks": view_models.block_cells(report["blocks"]),
             "head": probe(0) if cache_pos else [],
             "tail": probe(tail) if cache_pos > tail else [],

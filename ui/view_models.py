@@ -35,6 +35,9 @@ MISS_TOKENS = ("cached_token", "wanted_token")
 MOST = 2**53
 """A browser's whole numbers end here."""
 SHOWN_CHECKPOINTS = 4
+AUDITED = ("verdict", "scope", "at", "sentence", "checked_tokens", "cache_pos", "heat", "ms")
+FAULT = ("kind", "tensor", "layers", "first_position", "last_position", "amount")
+LOOP_COUNTS = ("period", "start", "repeats")
 
 
 def signature(value: object) -> str:
@@ -102,6 +105,9 @@ def _entry(
         entry["finish"] = message.finish_reason
     if stats and sound_stats(stats):
         entry["stats"] = {name: stats.get(name) for name in SHOWN_STATS}
+    loop = (stats or {}).get("loop")
+    if isinstance(loop, Mapping) and all(_is_count(loop.get(name)) for name in LOOP_COUNTS):
+        entry["loop"] = {name: loop[name] for name in LOOP_COUNTS} | {"near": bool(loop.get("near"))}
     return entry
 
 
@@ -173,7 +179,8 @@ def turn_section(
 
 def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
     """How much is held, whether the invariants hold, and of a recurrent state its size and its last checkpoints."""
-    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused")
+    names = ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "violation", "away",
+             "refused")  # fmt: skip
     section = {name: report[name] for name in names}
     state = report.get("state")
     if state is not None:
@@ -182,10 +189,29 @@ def cache_section(report: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
-def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """`[id, start, count, owners]` of each block of the table; those outside the pool have no id."""
+def audit_section(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The session's last audit, its heat map included; None if there was none since the cache was changed."""
+    if found is None:
+        return None
+    section = {name: found[name] for name in AUDITED}
+    section["noise_floor"], section["max_error"] = _finite(found["noise_floor"]), _finite(found["max_error"])
+    section["faults"] = [
+        {name: fault[name] for name in FAULT} | {"max_error": _finite(fault["max_error"])} for fault in found["faults"]
+    ]
+    return section | {"follows": len(found["follows"])}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """`[id, start, count, owners, verdict of the last audit]` of each block of the table; those outside the pool have
+    no id. The verdict is "clean", "fault", or None where nothing of the block was looked at since it was written."""
     return [
-        [block["id"], block["start"], block["count"], block["ref_count"]] for block in blocks if block["id"] is not None
+        [block["id"], block["start"], block["count"], block["ref_count"], (block["last_audit"] or {}).get("verdict")]
+        for block in blocks
+        if block["id"] is not None
     ]
 
 

@@ -55,7 +55,7 @@ def folders(
 @pytest.fixture(scope="package")
 def app(folders: Callable[[], Path]) -> Iterator[AppProcess]:
     """One app for the tests that do not end it; each uses sessions of its own."""
-    started = AppProcess(folders(), "--max-seq-len", str(CONTEXT))
+    started = AppProcess(folders(), "--max-seq-len", str(CONTEXT), "--allow-fault-injection")
     try:
         yield started.start()
     finally:

@@ -16,6 +16,7 @@ from engine.protocol import (
     Event,
     Finished,
     GenerateRequest,
+    Loop,
     Miss,
     PrefillProgress,
     ProbeQuery,
@@ -115,7 +116,7 @@ class FakeStream:
             return TurnStats(
                 request.session_id, len(prompt) + max(len(ids) - 1, 0), len(prompt), reused, len(prompt) - reused,
                 len(ids), first and 1e3 * (first - started), 12.0, len(ids) / took if len(ids) > 1 else None,
-                reason, request.params.seed, miss,
+                reason, request.params.seed, miss, engine.loop,
             )  # fmt: skip
 
         yield PrefillProgress(stats())
@@ -141,6 +142,7 @@ class FakeEngine:
         self.rate, self.reply, self.max_seq_len = rate, reply, max_seq_len
         self.pause_at: int | None = None
         self.go_on = threading.Event()
+        self.loop: Loop | None = None
         self.tokenizer = FakeTokenizer()
         self.caches: dict[str, list[int]] = {}
         self.warnings: list[str] = []
@@ -185,7 +187,7 @@ class FakeEngine:
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
             "kv_ratio": 2.5 if count else None,
             "away": self.away, "refused": self.refused,
-            "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True},
+            "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True}, "violation": None, "audit": None,
         }  # fmt: skip
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from engine.protocol import Loop
 from tests.support.fake_chat import REPLY
 from tests.support.page_client import Refused
 from ui.reply_html import reply_html
@@ -235,6 +236,20 @@ def test_turns_that_leave_the_prompt_are_named_before_and_after(page):
     page.send("word " * 60)
     assert page.poll()["turn"]["dropped"] == len(dropped)
     page.until_idle()
+
+
+def test_a_loop_is_told_while_it_is_written_and_afterwards(page):
+    loop = {"period": 3, "start": 4, "repeats": 12, "near": False}
+    page.send("Hello")
+    page.until_idle()
+    page.chat.engine.loop = Loop(**loop)
+    page.chat.engine.rate = 60.0
+    page.send("And again")
+    told = []
+    while not told or page.running:
+        told += [turn for turn in [page.poll().get("turn")] if turn and turn["tokens"]]
+    assert all(turn["loop"] == loop for turn in told)
+    assert "loop" not in page.messages[1] and page.messages[3]["loop"] == loop
 
 
 def test_the_page_works_while_the_model_loads(page):

@@ -1,7 +1,10 @@
 """What the page shows, from stored data."""
 
+import math
+
 import pytest
 
+from engine.debugging.report import empty_result
 from sessions.models import COMPLETE, FAILED, PARTIAL, Branch, Message
 from ui import view_models
 
@@ -68,8 +71,9 @@ def test_a_recurrent_model_has_a_state_and_only_with_attention_a_price_per_token
 
 def test_the_last_checkpoints_are_shown():
     report = dict.fromkeys(
-        ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "away", "refused"), 0
-    )
+        ("cache_pos", "bytes_used", "bytes_reserved", "kv_ratio", "status", "invariants", "violation", "away",
+         "refused"), 0
+    )  # fmt: skip
     assert "state" not in view_models.cache_section(report | {"state": None})
     state = {"layers": 2, "bytes": 9, "slot": 3, "checkpoints": [8, 20, 24, 40, 48]}
     section = view_models.cache_section(report | {"state": state})
@@ -123,5 +127,42 @@ def test_signatures_name_values():
 
 
 def test_blocks_outside_the_pool_are_no_cells():
-    block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu"}
-    assert view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}]) == [[4, 0, 16, 2]]
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu", "last_audit": None}
+    cells = view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}])
+    assert cells == [[4, 0, 16, 2, None]]
+
+
+def test_a_block_tells_its_last_audit():
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 1, "last_audit": {"verdict": "fault", "at": 1.0}}
+    assert view_models.block_cells([block]) == [[4, 0, 16, 1, "fault"]]
+
+
+FAULT = {"kind": "nan", "tensor": "kv", "layers": [3], "first_position": 5, "last_position": 6, "amount": None}
+
+
+def test_an_audit_is_shown_without_numbers_that_are_none():
+    found = {
+        "verdict": "fault", "scope": "audit", "at": 2.0, "sentence": "Layer 3 is not finite.", "noise_floor": 0.004,
+        "max_error": math.nan, "state_error": None, "logits_error": 0.1, "since_turn": "t", "checked_tokens": 9,
+        "cache_pos": 9, "heat": {"columns": [[0, 8]], "values": [[None]]}, "ms": 7.0,
+        "faults": [FAULT | {"max_error": math.inf, "since_turn": "t"}],
+        "follows": [{"layer": 4, "first_position": 7, "last_position": 8}],
+    }  # fmt: skip
+    section = view_models.audit_section(found)
+    assert section["faults"] == [FAULT | {"max_error": None}] and section["follows"] == 1
+    assert (section["noise_floor"], section["max_error"], section["heat"]) == (0.004, None, found["heat"])
+    assert view_models.audit_section(None) is None
+    assert view_models.audit_section(empty_result() | {"at": 1.0})["faults"] == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "shown"),
+    [
+        ({"period": 3, "start": 9, "repeats": 4, "near": True}, {"period": 3, "start": 9, "repeats": 4, "near": True}),
+        ({"period": 3, "start": 9, "repeats": 4}, {"period": 3, "start": 9, "repeats": 4, "near": False}),
+        (None, None), ("yes", None), ({"period": "<b>", "start": 9, "repeats": 4}, None), ({"period": -1}, None),
+    ],
+)  # fmt: skip
+def test_a_reply_tells_its_loop(loop, shown):
+    entry = view_models.message_entries(Branch((message("a"),), {}), {"a": STATS | {"loop": loop}}, None)[0]
+    assert entry.get("loop") == shown

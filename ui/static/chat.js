@@ -1,6 +1,7 @@
 // The conversation: stored messages once, the running reply as it grows.
 
 import { ask, copyText, duration, h, icon, iconButton, morph, number, toast } from "./dom.js";
+import { loopNote, priced } from "./notes.js";
 
 const EXAMPLES = [
   ["Explain a key/value cache", "Explain in simple words what a language model's key/value cache is and why it makes chatting faster."],
@@ -133,6 +134,7 @@ export class ChatLog {
       body.className = "body md";
       body.replaceChildren();
     }
+    if (turn.loop) this.drawLoop(node.querySelector("footer"), turn);
     const first = turn.add[0] ?? "";
     const joined = turn.at < this.blocks.length && turn.keep > 0;
     const completed = joined ? this.blocks[turn.at].slice(0, turn.keep) + first : first;
@@ -142,6 +144,13 @@ export class ChatLog {
       if (!body.childNodes[index]) body.append(h("div", { class: "block" }));
       morph(body.childNodes[index], this.blocks[index]);
     }
+  }
+
+  // A reply that is still being written and already repeats itself.
+  drawLoop(footer, { loop, message }) {
+    const note = loopNote(loop, () => this.page.debug.open(message));
+    if (footer.firstChild) footer.firstChild.replaceWith(note);
+    else footer.append(note);
   }
 
   // -- turns that no longer fit
@@ -187,11 +196,12 @@ export class ChatLog {
     const buttons = [
       button("copy", "Copy", (event) => this.copy(entry, event.currentTarget), false),
       button("edit", reply ? "Edit this reply" : "Edit and answer anew", () => this.edit(entry)),
-      reply && button("again", "Regenerate", () => page.act("regenerate", { message: entry.id })),
+      reply && priced(button("again", "Regenerate", () => page.act("regenerate", { message: entry.id })), page, "regenerate", entry.id),
       reply && last && button("undo", "Take back the last turn", () => this.undo()),
       button("fork", "Fork the chat from here", () => page.fork(page.session, entry.id), false),
       button("trash", "Delete this message and what follows", () => this.remove(entry)),
     ];
+    if (entry.loop) parts.push(loopNote(entry.loop, () => page.debug.open(entry.id)));
     const notes = this.notes(entry);
     if (notes) parts.push(h("span", { class: "notes", title: "Tokens of the reply, its speed, time to the first token, prompt tokens taken from the cache" }, notes));
     parts.push(h("span", { class: "acts" }, ...buttons.filter(Boolean)));
@@ -248,13 +258,15 @@ export class ChatLog {
       if (event.key === "Escape") { event.stopPropagation(); close(); }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing && (!reply || event.ctrlKey || event.metaKey)) { event.preventDefault(); save(); }
     });
+    const confirm = h("button", { type: "button", class: "accent", onclick: save }, reply ? "Save" : "Send");
+    if (!reply) priced(confirm, this.page, "edit", entry.id, () => area.value);
     const grow = () => { area.style.height = "auto"; area.style.height = `${Math.min(area.scrollHeight + 2, 480)}px`; };
     area.addEventListener("input", grow);
     node.classList.add("editing");
     body.replaceChildren(area, h("div", { class: "edit-bar" },
       h("span", { class: "quiet" }, reply ? "The old text stays as another version." : "The old message and its replies stay as another version."),
       h("button", { type: "button", class: "plain", onclick: close }, "Cancel"),
-      h("button", { type: "button", class: "accent", onclick: save }, reply ? "Save" : "Send")));
+      confirm));
     grow();
     area.focus();
   }

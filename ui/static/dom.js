@@ -181,3 +181,14 @@ export function duration(ms) {
   if (ms === null || ms === undefined) return "–";
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
+
+// Blanks and line ends of a token are part of it, so they are made visible.
+export function shown(text) {
+  return (text ?? "").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
+}
+
+export function short(value) {
+  return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
+}
+
+export const counted = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;

@@ -4,6 +4,7 @@ import { announce, ask, toast } from "./dom.js";
 import { NEW, Refusal, Unreachable, act, live } from "./net.js";
 import { ChatLog } from "./chat.js";
 import { Composer } from "./composer.js";
+import { DebugTab } from "./debug.js";
 import { Frame } from "./frame.js";
 import { Frozen } from "./frozen.js";
 import { LivePanel } from "./panel.js";
@@ -37,13 +38,14 @@ class Page {
     this.chat = new ChatLog(this);
     this.composer = new Composer(this);
     this.panel = new LivePanel(this);
+    this.debug = new DebugTab(this);
     this.settings = new Settings(this);
     this.template = new Template(this);
     this.frozen = new Frozen(this);
   }
 
   start() {
-    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, settings: this.settings, template: this.template, frozen: this.frozen };
+    const regions = { brand: this.frame, header: this.frame, sessions: this.list, chat: this.chat, preview: this.composer, panel: this.panel, debug: this.debug, settings: this.settings, template: this.template, frozen: this.frozen };
     const fill = ([name, element]) => regions[name].fill(element, name);
     const early = window.kvscopeRegions || [];
     window.kvscopeRegions = { push: fill };
@@ -71,7 +73,7 @@ class Page {
       if (this.search) query.search = this.search;
       this.listedAt = now;
     }
-    if (this.panel.visible()) Object.assign(query, { panel: true }, this.panel.selection());
+    if (this.panel.visible() || this.debug.visible()) Object.assign(query, { panel: true }, this.panel.selection());
     this.busy = true;
     let wait = IDLE_MS;
     try {
@@ -104,12 +106,16 @@ class Page {
     }
     if (answer.sessions) this.list.draw(answer.sessions);
     this.chat.update(answer);
-    if (answer.panel) this.panel.draw(answer.panel);
+    if (answer.panel) {
+      this.panel.draw(answer.panel);
+      this.debug.draw(answer.panel);
+    }
     if (answer.running !== this.running) this.runs(answer.running);
     this.composer.status(answer.turn);
+    if (answer.branch || !this.running) this.debug.refresh();
     if (this.app.status !== "ok") return 500;
     if (this.running) return RUNNING_MS;
-    return this.panel.waiting() ? 150 : IDLE_MS;
+    return this.panel.waiting() || this.debug.visible() && !this.panel.fresh ? 150 : IDLE_MS;
   }
 
   runs(running) {
@@ -156,6 +162,7 @@ class Page {
     }
     this.chat.clear();
     this.panel.clear();
+    this.debug.clear();
     this.settings.reset();
     this.composer.restoreDraft();
     this.frame.closeDrawers();

@@ -34,19 +34,17 @@ export function live(session, query) {
 }
 
 export function act(session, name, body = {}) {
-  return request(path(session, "acts"), {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ act: name, ...body }),
-  });
+  return send(path(session, "acts"), { act: name, ...body });
 }
+
+const send = (where, body, options = {}) => request(where, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), ...options });
 
 export function advice() {
   return request("api/advice", {});
 }
 
 export function compare(session, kvFormat) {
-  return request(path(session, "compare"), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ kv_format: kvFormat }) });
+  return send(path(session, "compare"), { kv_format: kvFormat });
 }
 
 export function frozen() {
@@ -62,7 +60,41 @@ export function unfreeze(name) {
 }
 
 export function useTemplate(name) {
-  return request("api/template", { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ name }) });
+  return send("api/template", { name }, { method: "PUT" });
+}
+
+// -- the debugging view; hanging up (`signal`) ends a diagnosis
+
+export function diagnose(session, message, signal) {
+  return send(path(session, "diagnose"), { message_id: message }, { signal });
+}
+
+export function stopDiagnosis(session) {
+  return send(path(session, "diagnose/stop"), {});
+}
+
+export function audit(session) {
+  return send(path(session, "audit"), {});
+}
+
+export function repair(session) {
+  return send(path(session, "repair"), {});
+}
+
+export function tokens(session, query) {
+  return request(path(session, `tokens?${new URLSearchParams(query)}`), {});
+}
+
+export function probe(session, query) {
+  return request(path(session, `cache/probe?${new URLSearchParams(query)}`), {});
+}
+
+export function misses(session) {
+  return request(path(session, "misses"), {});
+}
+
+export function price(session, action, message, content) {
+  return send(path(session, "price"), { action, message_id: message, content });
 }
 
 export function exportLink(session, format) {

@@ -1,9 +1,9 @@
 // The live panel: what is in the cache, what the last turn cost, where the memory is.
 
-import { bytes, copyText, duration, fillFacts, h, iconButton, number, setText } from "./dom.js";
+import { bytes, copyText, duration, fillFacts, h, iconButton, number, setText, short, shown } from "./dom.js";
 import { Measures } from "./measures.js";
 
-const CAUSES = {
+export const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
   delete: "a message was deleted", system_prompt: "the system prompt was changed", template: "the chat template renders an earlier turn differently",
   retokenised: "the same text was split into other tokens", context_full: "the oldest turns left the full context",
@@ -218,10 +218,11 @@ export class LivePanel {
     const { blocks = [], model } = this.facts;
     const size = model?.block_size ?? 16;
     while (this.cells.childNodes.length > keep) this.cells.lastChild.remove();
-    for (const [id, start, count, owners] of blocks.slice(keep)) {
+    for (const [id, start, count, owners, audit] of blocks.slice(keep)) {
       const kind = owners > 1 ? "shared" : count < size ? "partial" : "own";
       const tokens = count ? `tokens ${number(start)}–${number(start + count - 1)}` : "no tokens yet";
-      const cell = h("i", { class: kind, title: `block ${id} · ${tokens} · ${owners} ${owners === 1 ? "owner" : "owners"}` });
+      const found = audit ? ` · last audit: ${audit}` : "";
+      const cell = h("i", { class: `${kind}${audit === "fault" ? " faulty" : ""}`, title: `block ${id} · ${tokens} · ${owners} ${owners === 1 ? "owner" : "owners"}${found}` });
       if (kind === "partial") cell.style.setProperty("--filled", `${100 * count / size}%`);
       this.cells.append(cell);
     }
@@ -286,13 +287,4 @@ function probeRow([position, id, token, norm, ...values], isCursor) {
       cell.style.setProperty("--strength", String(Math.min(1, Math.abs(value) / 4)));
       return cell;
     }));
-}
-
-// Blanks and line ends of a token are part of it, so they are made visible.
-function shown(text) {
-  return (text ?? "").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
-}
-
-function short(value) {
-  return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
 }

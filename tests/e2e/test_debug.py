@@ -1,0 +1,168 @@
+"""The Debug tab: from a loop to its cure with one click, from a damaged cache to a clean audit, tokens and misses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from tests.support.app_process import AppProcess
+from tests.support.chat_page import ChatPage, Visitor
+
+pytestmark = pytest.mark.e2e
+LOOPING = "Repeat: tick tock tick tock tick tock tick tock"
+TABLES = ("/tokens", "/misses", "/diagnose", "/audit", "/probe")
+
+
+def debug(tab: ChatPage) -> Locator:
+    return tab.page.locator("#kv-debug")
+
+
+def section(tab: ChatPage, title: str) -> Locator:
+    heading = tab.page.get_by_role("heading", name=title, exact=True)
+    return debug(tab).locator("section", has=heading)
+
+
+def asked(visitor: Visitor) -> list[str]:
+    return [url for url in visitor.requests if "/api/" in url and any(part in url for part in TABLES)]
+
+
+def test_a_loop_is_diagnosed_and_cured_with_one_click(visitor: Visitor, app: AppProcess) -> None:
+    visitor.expect_errors("409 (Conflict)")  # how a stopped diagnosis is answered
+    session = app.session(max_tokens=48, seed=7, ignore_eos=False)
+    app.say(session, LOOPING)
+    loop = app.messages(session)[1]["kvscope"]["loop"]
+    tab = visitor.open(session)
+    note = tab.thread.locator(".loop-note")
+    expect(note).to_contain_text(f"the same {loop['period']} tokens {loop['repeats']} times")
+    assert not asked(visitor)
+    note.click()
+    expect(debug(tab).get_by_label("Reply to look at")).to_have_value(app.messages(session)[1]["id"])
+    why = section(tab, "Why does it repeat itself?")
+    expect(why.locator(".loop-text")).to_contain_text("tick")
+
+    why.get_by_role("button", name="Diagnose").click()
+    why.get_by_role("button", name="Stop").click()
+    expect(why.get_by_role("status").first).to_have_text("Stopped.")
+    why.get_by_role("button", name="Diagnose").click()
+    expect(why.locator(".verdict b")).to_have_text("The sampler")
+    rows = why.locator(".evidence > li")
+    assert rows.first.locator(".tag").inner_text() == "sound"
+    expect(rows.filter(has_text="A fresh prefill with the same settings").locator(".tag")).to_have_text("loops")
+    expect(rows.filter(has_text="Advised settings").locator(".tag")).to_have_text("no loop")
+
+    why.get_by_role("button", name="Apply and regenerate").click()
+    tab.page.wait_for_function("document.querySelector('.versions')?.textContent.trim() === '2/2'")
+    tab.idle(2)
+    expect(why).to_contain_text("No repetition was noticed")
+    expect(tab.thread.locator(".loop-note")).to_have_count(0)
+    stored = app.request("GET", f"/api/sessions/{session}")
+    assert stored["params"]["temperature"] == 0.7 and stored["params"]["repetition_penalty"] == 1.1
+    assert stored["params"]["seed"] == 7 and app.messages(session)[1]["kvscope"]["loop"] is None
+
+
+def colours(tab: ChatPage) -> list[list[int]]:
+    """Red, green and blue of the middle of each cell of the map's fourth row (layer 3)."""
+    found: list[list[int]] = tab.page.locator(".heat canvas").evaluate(
+        """canvas => {
+            const context = canvas.getContext("2d"), cell = canvas.width / 16, row = 3.5 * canvas.height / 30;
+            const data = (index) => context.getImageData((index + .5) * cell, row, 1, 1).data;
+            return Array.from({ length: 16 }, (_, index) => [...data(index)]);
+        }"""
+    )
+    return found
+
+
+def test_damage_is_seen_in_the_map_and_repaired(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=8)
+    app.say(session, "A damaged cache.")
+    tab = visitor.open(session)
+    tab.tab("Debug")
+    audit = section(tab, "Audit")
+    expect(section(tab, "Invariants").locator(".light")).not_to_have_count(0)
+    expect(section(tab, "Invariants").locator(".light.bad")).to_have_count(0)
+    app.request(
+        "POST", "/api/debug/inject", {"session_id": session, "kind": "nan", "layer": 3, "start": 12, "count": 4}
+    )
+    audit.get_by_role("button", name="Audit").click()
+    expect(audit.locator(".faults li")).to_have_text(re.compile(r"nan\s*layer 3\s*positions 12–15"))
+    expect(audit).to_contain_text("Layer 3: positions 12 to 15")
+    violet = [pixel for pixel in colours(tab) if pixel[2] > 150]
+    assert violet and len(violet) < 16, "the damaged positions stand out"
+
+    audit.locator("canvas").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
+        tab.page.keyboard.press(key)
+    expect(audit.locator(".heat-note")).to_have_text(re.compile(r"layer 3 · positions? \d.* what is tolerated; noise"))
+    tab.tab("Cache")
+    expect(tab.panel.locator(".cells i.faulty")).to_have_count(1)
+    expect(tab.panel.locator(".cells i.faulty")).to_have_attribute("title", re.compile("last audit: fault"))
+    tab.tab("Debug")
+
+    audit.get_by_role("button", name="Repair").click()
+    expect(audit).to_contain_text("cut at position 12")
+    expect(audit.locator(".faults li")).to_have_count(0)
+    audit.get_by_role("button", name="Audit").click()
+    expect(audit).to_contain_text("hold what the model computes anew")
+    assert all(pixel[1] > pixel[0] for pixel in colours(tab)), "nothing but green"
+
+
+def test_tokens_page_by_page_and_one_of_them(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=136)
+    app.say(session, "Tell me about the sea.")
+    tab = visitor.open(session)
+    tab.tab("Debug")
+    tokens = section(tab, "Tokens")
+    expect(tokens.locator(".token")).to_have_count(128)
+    tokens.get_by_role("button", name="Later tokens").click()
+    expect(tokens.locator(".token")).to_have_count(8)
+    expect(tokens).to_contain_text("128–135 of 136")
+
+    shaded = tokens.locator(".token").first.get_attribute("style")
+    tokens.get_by_role("button", name="top-1 probability").click()
+    assert tokens.locator(".token").first.get_attribute("style") != shaded
+    tokens.get_by_role("button", name="Earlier tokens").click()
+    expect(tokens.locator(".token")).to_have_count(128)
+    tokens.locator(".token").nth(5).click()
+    told: dict[str, Any] = app.request("GET", f"/api/sessions/{session}/tokens?start=5&count=1")["tokens"][0]
+    detail = tokens.locator(".token-detail")
+    expect(detail).to_contain_text(f"{told['token_id']} · {told['position']}")
+    expect(detail).to_contain_text(f"block {told['block']}, slot {told['slot']}")
+    expect(detail.locator(".others li")).to_have_count(5)
+    expect(detail.locator(".others .taken")).to_have_count(1)
+    expect(detail).to_contain_text(f"k_cache[0][0][{told['position']}][:10]")
+    read = app.request("GET", f"/api/sessions/{session}/cache/probe?start={told['position']}&count=1")["positions"][0]
+    shown = detail.locator(".values span")
+    expect(shown).to_have_count(10)
+    assert [float(value) for value in shown.all_inner_texts()] == pytest.approx(read["values"], abs=0.006)
+
+
+def test_misses_are_cards_and_a_hidden_tab_asks_nothing(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=4)
+    tab = visitor.open(session)
+    tab.ask("How deep is the <b>sea</b>?")
+    message = tab.thread.locator("> .message").first
+    tab.act(0, "edit")
+    message.locator("textarea").fill("How deep is the <i>lake</i>?")
+    send = message.locator(".edit-bar .accent")
+    send.hover()
+    expect(send).to_have_attribute("title", re.compile(r"^Send: computes \d+ tokens of the prompt, about"))
+    told = int(re.findall(r"\d+", send.get_attribute("title") or "")[0])
+    assert not asked(visitor), "nobody has opened the tab yet"
+    send.click()
+    tab.page.wait_for_function("document.querySelector('.versions')?.textContent.trim() === '2/2'")
+    tab.idle(2)
+    assert app.messages(session)[1]["kvscope"]["computed_tokens"] == told
+    tab.tab("Debug")
+    card = section(tab, "Misses").locator(".miss")
+    expect(card).to_have_count(1)
+    expect(card).to_contain_text("a message was edited")
+    expect(card.locator("code").nth(1)).to_contain_text("b>sea")
+    expect(card.locator("code").nth(2)).to_contain_text("i>lake")
+    tab.tab("Cache")
+    expect(debug(tab)).to_be_hidden()
+    before = len(asked(visitor))
+    tab.ask("And how wide?")
+    assert len(asked(visitor)) == before
