@@ -335,7 +335,8 @@ class ChatService:
             self._turn_over(session.id)
             turn.close(error)
             raise
-        record(self.store, turn, stream, self._planner.made_by, lambda: self._turn_over(session.id))
+        made_by = self._planner.made_by(params)
+        record(self.store, turn, stream, made_by, lambda: self._turn_over(session.id))
         return turn
 
     def _cause(self, session_id: str, act: str | None, last_turn: TurnRecord | None, plan: PromptPlan) -> str | None:

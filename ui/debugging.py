@@ -53,7 +53,7 @@ class Debugging:
         """The body of `GET /api/sessions/{id}/tokens`. Without `alternatives` what was measured is not run again."""
         engine, reply = self._chat.engine, self._reply(session_id, message_id)
         query = TokenQuery(session_id, reply.prompt_ids, reply.token_ids, start, count)
-        live = reply.measures(str(engine.capabilities()["kv_format"]))
+        live = reply.measures(self._kv_format(session_id))
         end = min(start + count, len(reply.token_ids))
         replayed = alternatives or len(live) < end
         rows = engine.token_table(query) if replayed else engine.token_places(query)
@@ -79,7 +79,7 @@ class Debugging:
         engine, reply = self._chat.engine, self._reply(session_id, message_id)
         with self._claimed(session_id) as stopped:
             stored = _stored_params(reply.message)
-            kv_format = str(engine.capabilities()["kv_format"])
+            kv_format = self._kv_format(session_id)
             if reply.measured is not None and reply.measured.kv_format in engine.capabilities()["kv_formats"]:
                 kv_format = reply.measured.kv_format
             query = DiagnoseQuery(
@@ -102,6 +102,11 @@ class Debugging:
         if running is not None:
             running.set()
         return running is not None
+
+    def _kv_format(self, session_id: str) -> str:
+        """In which the session's next turn would be kept."""
+        own = self._chat.store.get(session_id).params.get("kv_format")
+        return str(own or self._chat.engine.capabilities()["kv_format"])
 
     @contextmanager
     def _claimed(self, session_id: str) -> Iterator[threading.Event]:

@@ -43,10 +43,10 @@ class PromptPlanner:
     def model_name(self) -> str:
         return str(self._engine.capabilities()["model"])
 
-    @property
-    def made_by(self) -> MadeBy:
+    def made_by(self, params: SamplingParams) -> MadeBy:
+        """Of a reply with these settings."""
         known = self._engine.capabilities()
-        return MadeBy(str(known["model"]), str(known["kv_format"]))
+        return MadeBy(str(known["model"]), str(params.kv_format or known["kv_format"]))
 
     @property
     def context_limit(self) -> int:

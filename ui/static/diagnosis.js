@@ -1,6 +1,6 @@
 // Whose fault a repetition is: the loop, the diagnosis on request, its verdict with the evidence, and the cure.
 
-import { copyText, counted, duration, h, number, setText, toast } from "./dom.js";
+import {, counted, duration, h, number, setText, toast } from "./dom.js";
 import { diagnose, repair, stopDiagnosis, tokens } from "./net.js";
 
 const VERDICTS = {
@@ -152,7 +152,7 @@ export class Diagnosis {
 
   cure(result) {
     const { cure } = result;
-    const label = cure.repair ? "Repair the cache" : cure.params ? "Apply and regenerate" : "Copy the option";
+    const label = cure.repair ? "Repair the cache" : "Apply and regenerate";
     const done = h("p", { class: "quiet", role: "status" });
     const button = h("button", { type: "button", class: "accent" }, label);
     button.addEventListener("click", async () => {
@@ -169,10 +169,6 @@ export class Diagnosis {
     if (page.running) {
       toast("The reply is still being written; stop it first (Esc).", "note");
       return null;
-    }
-    if (cure.kv_format) {
-      await copyText(`--kv-format ${cure.kv_format}`);
-      return "Copied.";
     }
     if (cure.repair) return this.tab.audit.repair();
     await page.settings.flush();
