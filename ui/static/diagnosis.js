@@ -1,6 +1,6 @@
 // Whose fault a repetition is: the loop, the diagnosis on request, its verdict with the evidence, and the cure.
 
-import {, counted, duration, h, number, setText, toast } from "./dom.js";
+import { counted, duration, h, number, setText, toast } from "./dom.js";
 import { diagnose, repair, stopDiagnosis, tokens } from "./net.js";
 
 const VERDICTS = {
