@@ -200,7 +200,7 @@ def test_unsupported_architectures_are_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelFileError, match="'mamba' is not supported; llama, qwen2, qwen3 are"):
+    with pytest.raises(ModelFileError, match="'mamba' is not supported; llama, qwen2, qwen3, gemma3 are"):
         load_model(tmp_path / "m.gguf", CPU)
 
 

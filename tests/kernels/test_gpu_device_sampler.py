@@ -13,6 +13,7 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampledTokens, Sampler, SamplingParams, SamplingState
 from engine.sampling.step import StepOutput, StepTokens
 from kernels.gpu import tuning
+from kernels.layer_groups import LayerGroup
 from tests.support import interpreter
 from tests.support.batches import make_metadata
 
@@ -166,6 +167,8 @@ class _Head:
 
 
 class _Cache:
+    groups = (LayerGroup(),)
+
     class spec:
         block_size = 4
 
