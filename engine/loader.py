@@ -179,8 +179,7 @@ def parts_in_format(parts: EngineParts, kv_format: str) -> Slices[EngineParts]:
     budget = parts.max_blocks * parts.cache.spec.block_bytes
     max_blocks = budget // spec.block_bytes
     max_seq_len = fit_max_seq_len(None, parts.max_seq_len, max_blocks, spec)
-    # Small extents, because what one format has reserved is missing to the others.
-    cache = KVCache(spec, parts.model.device, min(EXTENT_BYTES // 4, budget // 8), max_blocks)
+    cache = KVCache(spec, parts.model.device, min(EXTENT_BYTES, budget // 8), max_blocks)
     warnings = yield from calibration(parts.model, cache, parts.tokenizer, max_seq_len, parts.limits.mixed_batch_tokens)
     return replace(
         parts, cache=cache, kv_format=kv_format, max_seq_len=max_seq_len, max_blocks=max_blocks, warnings=warnings

@@ -28,7 +28,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     times = {place: [first_token_ms(stats) for stats in many] for place, many in found.items()}
     rows = []
     for place, many in found.items():
-        whole = times["cold" if place in ("pool", "RAM", "disk") else "prefix cold"]
+        whole = times["prefix cold" if place.startswith("prefix") else "cold"]
         reused = f"{many[0].reused_tokens} of {many[0].prompt_tokens}"
         ratio = f"{median(whole) / median(times[place]):.1f} x"
         rows.append((place, reused, f"{median(times[place]):.0f}", spread(times[place]), ratio))

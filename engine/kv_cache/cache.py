@@ -15,7 +15,8 @@ from kernels.kv_format import fill_extent_table
 from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
-EXTENT_BYTES = 32 * 2**20
+EXTENT_BYTES = 8 * 2**20
+"""Small beside a few sessions' caches, since the last extent is half empty on average."""
 BlockTables = Sequence[Sequence[int]]
 
 
