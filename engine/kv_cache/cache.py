@@ -24,9 +24,10 @@ def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
     """About `EXTENT_BYTES`, so that a whole number of extents is one full context: what is planned is allocated."""
     blocks = spec.windows.blocks(context_tokens, 1) + 1
     wanted = max(EXTENT_BYTES // max(spec.block_bytes, 1), 1)
+    if 2 * blocks <= 3 * wanted:
+        return blocks * spec.block_bytes
     sizes = range(max(wanted - wanted // 4, 1), wanted + wanted // 4 + 1)
-    fitting = min(sizes, key=lambda size: (-blocks % size, abs(size - wanted)))
-    return min(fitting, blocks) * spec.block_bytes
+    return min(sizes, key=lambda size: (-blocks % size, abs(size - wanted))) * spec.block_bytes
 
 
 class KVCache:
