@@ -9,7 +9,6 @@ import numpy as np
 
 from kernels.cpu import records as rec
 from kernels.interface import BatchMetadata, PagedStore
-from kernels.layer_groups import LayerGroup
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 MANY_SPLITS = 6
@@ -29,7 +28,9 @@ class Items:
 
 def plan_items(meta: BatchMetadata, store: PagedStore, kv_heads: int, each: int) -> Items:
     """The items of a step; `each` query heads share a KV head. Of tiles the longest come first."""
-    part_rows, single, tiles, start = np.full(sum(meta.query_lens), -1, np.int64), [], [], 0
+    part_rows, start = np.full(sum(meta.query_lens), -1, np.int64), 0
+    single: list[tuple[int, int]] = []
+    tiles: list[tuple[int, int, int]] = []
     size, has_sinks = max(1, rec.TILE_ROWS // each), any(group.sinks for group in store.groups)
     for queries, context in zip(meta.query_lens, meta.context_lens_host, strict=True):
         if queries < MIN_TILE or has_sinks:

@@ -30,7 +30,7 @@ def task_count(matrix: int) -> int:
 
 @by_address(5)
 def dots(matrix: int, panel: int, x: int, tokens: int, out: int) -> int:
-    """out float32 [tokens, 8] = a panel of the matrix · rows of activations; `tokens` is 1 or a multiple of the tile."""
+    """out float32 [tokens, 8] = a panel of the matrix · rows of activations; `tokens` is 1 or whole tiles."""
     fmt, blocks = ir.word(matrix, rec.FORMAT), ir.word(matrix, rec.BLOCKS)
     weights, stride = ir.word(matrix, rec.ADDRESS) + panel * ir.word(matrix, rec.PANEL_BYTES), blocks * 40
     if tokens == 1:

@@ -84,57 +84,76 @@ def _soften(line: int, count: int, state: int, out: int, width: int) -> None:
     ir.put(state, 1, ir.get(state, 1) + ir.exp_sum(line, count, largest))
 
 
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _begin(step: int, first: int, rows: int, kv: int, queries: int, out: int, states: int, gap: int) -> None:
+    """Scaled queries, in rows `gap` bytes apart and zeros behind the last; sums of nothing so far."""
+    model = ir.word(step, rec.MODEL)
+    heads, dim, scale = ir.word(model, rec.HEADS), ir.word(model, rec.DIM), ir.get(ir.word(model, rec.SCALARS), 2)
+    each = heads // ir.word(model, rec.KV_HEADS)
+    for r in range((rows + tile_ir.ROWS - 1) // tile_ir.ROWS * tile_ir.ROWS):
+        source = ir.word(step, rec.QKV) + (first + r // each) * ir.word(step, rec.QKV_WIDTH) * 4
+        source += (kv * each + r % each) * dim * 4
+        for i in range(dim):
+            ir.put(queries + r * gap, i, ir.get(source, i) * scale if r < rows else np.float32(0.0))
+        for i in range(gap // 4 - rec.PAD):
+            ir.put(out + r * gap, i, np.float32(0.0))
+        ir.put(states + r * 8, 0, _MINUS_INFINITY)
+        ir.put(states + r * 8, 1, np.float32(0.0))
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
+def _end(step: int, first: int, rows: int, kv: int, out: int, states: int, gap: int) -> None:
+    model = ir.word(step, rec.MODEL)
+    heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
+    each = heads // ir.word(model, rec.KV_HEADS)
+    for r in range(rows):
+        target = ir.word(step, rec.ATTENDED_OUT) + ((first + r // each) * heads + kv * each + r % each) * dim * 4
+        for i in range(dim):
+            ir.put(target, i, ir.get(out + r * gap, i) / ir.get(states + r * 8, 1))
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _multiply(
+    rows: int, a: int, a_gap: int, b: int, b_gap: int, out: int, out_gap: int, columns: int, depth: int, add: int
+) -> None:
+    """out [rows, columns] = add * out + a [rows, depth] · b [depth, columns]; whole tiles, gaps in bytes."""
+    for r in range(0, rows, tile_ir.ROWS):
+        for i in range(0, columns, tile_ir.COLUMNS):
+            target = out + r * out_gap + i * 4
+            tile_ir.multiply(a + r * a_gap, a_gap, b + i * 4, b_gap, target, out_gap, depth, add)
+
+
 @by_address(6)
 def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch: int) -> int:
-    """Tokens first:first + count, of one sequence, over what they see; one KV head."""
+    """Tokens first:first + count, of one sequence, over what they see; one KV head.
+
+    Scratch: queries, sums of values, scores, keys on their side, keys or values as rows, largest scores and sums."""
     model, group = ir.word(step, rec.MODEL), layer_group(step, layer)
-    heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
-    each, wide = heads // ir.word(model, rec.KV_HEADS), (dim + 15) // 16 * 16
-    rows = count * each
+    each, dim = ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
+    rows, wide = count * each, (dim + 15) // 16 * 16
     tall, gap, key_gap = (rows + 5) // 6 * 6, (wide + rec.PAD) * 4, (rec.TILE_KEYS + rec.PAD) * 4
-    queries, out = scratch, scratch + tall * gap
+    out = scratch + tall * gap
     scores = out + tall * gap
     turned = scores + tall * key_gap
     values = turned + wide * key_gap
     states = values + rec.TILE_KEYS * gap
-    scale = ir.get(ir.word(model, rec.SCALARS), 2)
-    for r in range(tall):
-        source = (
-            ir.word(step, rec.QKV)
-            + ((first + r // each) * ir.word(step, rec.QKV_WIDTH) + (kv * each + r % each) * dim) * 4
-        )
-        for i in range(dim):
-            ir.put(queries + r * gap, i, ir.get(source, i) * scale if r < rows else np.float32(0.0))
-        for i in range(wide):
-            ir.put(out + r * gap, i, np.float32(0.0))
-        ir.put(states + r * 8, 0, _MINUS_INFINITY)
-        ir.put(states + r * 8, 1, np.float32(0.0))
+    _begin(step, first, rows, kv, scratch, out, states, gap)
     positions = ir.word(step, rec.POSITIONS)
     start, end = recent_start(group, ir.word(positions, first)), ir.word(positions, first + count - 1) + 1
-    all_see = recent_start(group, end - 1), ir.word(positions, first) + 1
+    all_from, all_to = recent_start(group, end - 1), ir.word(positions, first) + 1
     for key in range(start, end, rec.TILE_KEYS):
         found = min(rec.TILE_KEYS, end - key)
         columns = (found + 15) // 16 * 16
         _gather(step, layer, first, 0, kv, key, found, values, gap)
         for i in range(0, columns, 8):
             tile_ir.transpose(values + i * gap, gap, dim, turned + i * 4, key_gap)
-        for r in range(0, tall, 6):
-            for i in range(0, columns, 16):
-                target = scores + r * key_gap + i * 4
-                tile_ir.multiply(queries + r * gap, gap, turned + i * 4, key_gap, target, key_gap, dim, 0)
+        _multiply(tall, scratch, gap, turned, key_gap, scores, key_gap, columns, dim, 0)
         for r in range(rows):
             line = scores + r * key_gap
-            if key < all_see[0] or key + columns > all_see[1]:
+            if key < all_from or key + columns > all_to:
                 _hide(step, group, line, first + r // each, key, columns)
             _soften(line, columns, states + r * 8, out + r * gap, wide)
         _gather(step, layer, first, 1, kv, key, found, values, gap)
-        for r in range(0, tall, 6):
-            for i in range(0, wide, 16):
-                tile_ir.multiply(
-                    scores + r * key_gap, key_gap, values + i * 4, gap, out + r * gap + i * 4, gap, found, 1
-                )
-    for r in range(rows):
-        target = ir.word(step, rec.ATTENDED_OUT) + ((first + r // each) * heads + kv * each + r % each) * dim * 4
-        for i in range(dim):
-            ir.put(target, i, ir.get(out + r * gap, i) / ir.get(states + r * 8, 1))
+        _multiply(tall, scores, key_gap, values, gap, out, gap, wide, found, 1)
+    _end(step, first, rows, kv, out, states, gap)
     return 0
