@@ -72,12 +72,12 @@ def test_a_decode_step_is_one_call(monkeypatch, tmp_path):
     """No Python between layers or matrices: one call for all layers, one for the head."""
     from kernels.cpu import blocks, step
 
-    calls = []
+    calls, team = [], step.team()
 
     class Counting:
-        size = step.team().size
+        size = team.size
 
-        def run(self, function, *arguments, team=step.team()):
+        def run(self, function, *arguments):
             calls.append(function)
             team.run(function, *arguments)
 
