@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 SLOPE = 0.35
 """What a further row is taken to cost, in steps of one row, until it has been measured."""
-WEIGHT = 0.15
-"""Of a new measurement among the old ones."""
-STALE_STEPS, BENEFIT_OF_DOUBT = 64, 0.7
-"""After so many steps a cost is believed to be this much lower at best, so that it is measured again."""
+WEIGHT, FIRST_WEIGHT = 0.15, 0.5
+"""Of a new measurement among the old ones, and of the first beside what was taken for granted."""
+STALE_STEPS = 64
+BENEFIT_OF_DOUBT = ((4 * STALE_STEPS, 0.5), (STALE_STEPS, 0.7))
+"""A cost not measured for so many steps is believed to be this much lower at best, so that it is measured again."""
 GAIN = 1.03
 """Fewer tokens per unit of time than this much more are not worth a guess."""
 
@@ -25,7 +26,7 @@ class StepCosts:
         """`size_of(rows)`: steps of one size cost the same."""
         self._size_of = size_of
         self._relative: dict[int, float] = {1: 1.0}
-        self._measured_at: dict[int, int] = {1: 0}
+        self._measured_at: dict[int, int] = {}
         self._warm = {1}
         self._unit: float | None = None
         self._steps = 0
@@ -44,16 +45,18 @@ class StepCosts:
             self._warm.add(size)
         elif not drafted:
             self._plain_at = self._steps
-            self._unit = _moved(self._unit, seconds / self._known(size))
+            unit = seconds / self._known(size)
+            self._unit = unit if self._unit is None else _moved(self._unit, unit, WEIGHT)
         elif self._unit is not None:
-            self._relative[size] = _moved(self._relative.get(size), seconds / self._unit)
+            weight = WEIGHT if size in self._relative else FIRST_WEIGHT
+            self._relative[size] = _moved(self._known(size), seconds / self._unit, weight)
             self._measured_at[size] = self._steps
 
     def of(self, rows: int) -> float:
         """In steps of one row."""
         size = self._size_of(rows)
-        stale = self._steps - self._measured_at.get(size, self._steps) >= STALE_STEPS
-        return self._known(size) * (BENEFIT_OF_DOUBT if stale and size > 1 else 1.0)
+        age = self._steps - self._measured_at.get(size, self._steps)
+        return self._known(size) * next((share for steps, share in BENEFIT_OF_DOUBT if age >= steps), 1.0)
 
     def worth_running(self, rows: int, chances: Sequence[float]) -> int:
         """How many drafts to add to a step of `rows` rows. `chances` are those of the drafts to come true, the best
@@ -75,6 +78,6 @@ class StepCosts:
         return self._relative[below] * (1 + SLOPE * (size / below - 1))
 
 
-def _moved(old: float | None, new: float) -> float:
+def _moved(old: float, new: float, weight: float) -> float:
     """A measurement that is far off, because something else ran, counts as one at the edge of what is likely."""
-    return new if old is None else old + WEIGHT * (min(max(new, old / 3), old * 3) - old)
+    return old + weight * (min(max(new, old / 3), old * 3) - old)
