@@ -56,7 +56,7 @@ class StepTokens:
         forced: Forced,
         drafts: Drafts | None = None,
     ) -> None:
-        """Have these rows of logits drawn by the sampler in torch; with a draft's, the rows before it are among them."""
+        """Have these rows of logits drawn by the sampler in torch. The row before a draft's must be among them."""
         if not rows:
             return
         logits = output.logits if len(rows) == len(output.logits) else output.logits[list(rows)]

@@ -70,6 +70,7 @@ class Conversations(RuleBasedStateMachine):
     blocks = 70
     window: int | None = None
     sinks = 0
+    speculation = "off"
 
     @initialize()
     def open(self) -> None:
@@ -87,6 +88,7 @@ class Conversations(RuleBasedStateMachine):
             sinks=self.sinks,
             states=self.states,
             kv_format=self.kv_format,
+            speculation=self.speculation,
             data_dir=Path(self.folder.name),
             snapshot_limit=2**20,
             ram_limit=2**17,
@@ -241,6 +243,19 @@ TestRecurrentConversations = RecurrentConversations.TestCase
 TestRecurrentConversations.settings = settings(TestConversations.settings, max_examples=8)
 
 
+class DraftConversations(Conversations):
+    """The fresh run has no drafts."""
+
+    speculation = "on"
+
+
+class DraftWindowConversations(DraftConversations):
+    kind = "qwen3-window"
+    blocks = 110
+    window = 24
+    sinks = 5
+
+
 class WindowConversations(Conversations):
     """Every layer gives up what lies far back."""
 
@@ -269,11 +284,14 @@ class HybridWindowConversations(HybridConversations):
 
 TestWindowConversations, TestSinkConversations = WindowConversations.TestCase, SinkConversations.TestCase
 TestLocalAndGlobalConversations = LocalAndGlobalConversations.TestCase
+TestDraftConversations, TestDraftWindowConversations = DraftConversations.TestCase, DraftWindowConversations.TestCase
 TestHybridWindowConversations = HybridWindowConversations.TestCase
 for case in (
     TestWindowConversations,
     TestSinkConversations,
     TestLocalAndGlobalConversations,
     TestHybridWindowConversations,
+    TestDraftConversations,
+    TestDraftWindowConversations,
 ):
     case.settings = settings(TestConversations.settings, max_examples=6)
