@@ -42,6 +42,8 @@ class ModelRunner:
         self.model = model
         self._graphs = DecodeGraphs(model, cache, max_seq_len) if model.stays_on_device else None
         self._sampler = _device_sampler(model, padded_rows(max_sequences)) if model.samples_on_device else None
+        self.most_rows = SMALL_STEP if self._sampler is None else min(SMALL_STEP, padded_rows(max_sequences))
+        """Of a step with drafts."""
         self.cache = cache
         self.pool = pool
         self.states = states

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.model_runner import SMALL_STEP, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.sampling.prompt_lookup import NO_GUESS, Guess, PromptLookup
 from engine.sampling.step_costs import StepCosts
 from engine.scheduler import ScheduledBatch, ScheduledItem
@@ -59,19 +59,19 @@ class Speculation:
             self.costs.add(batch.token_count, seconds, any(item.drafts for item in batch.items))
 
     def _counts(self, turns: list[ActiveTurn], guesses: list[Guess]) -> list[int]:
-        """How many drafts of each guess to run; in all no more than a small step has room for."""
+        """How many drafts of each guess to run; in all no more than a step has room for."""
         counts, chances = [0] * len(turns), []
-        room = SMALL_STEP - len(turns)
+        room = max(self._runner.most_rows - len(turns), 0)
         for index, (turn, guess) in enumerate(zip(turns, guesses, strict=True)):
             if self._mode_of(turn) == "on":
-                counts[index] = max(min(len(guess.token_ids), FIXED_DRAFTS, room), 0)
+                counts[index] = min(len(guess.token_ids), FIXED_DRAFTS, room)
                 room -= counts[index]
             elif turn.lookup is not None:
                 own = turn.lookup.acceptance.chances(guess.match, len(guess.token_ids))
                 chances += [(chance, index) for chance in own]
         chances.sort(key=lambda entry: -entry[0])  # a reply's own stay in order: no later draft is likelier
-        rows = SMALL_STEP - room
-        for _, index in chances[: self.costs.worth_running(rows, [chance for chance, _ in chances[: max(room, 0)]])]:
+        rows = len(turns) + sum(counts)
+        for _, index in chances[: self.costs.worth_running(rows, [chance for chance, _ in chances[:room]])]:
             counts[index] += 1
         return counts
 
