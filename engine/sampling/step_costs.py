@@ -52,6 +52,10 @@ class StepCosts:
             self._relative[size] = _moved(self._known(size), seconds / self._unit, weight)
             self._measured_at[size] = self._steps
 
+    def report(self) -> dict[int, float]:
+        """What was measured: sizes of steps and their costs in steps of one row."""
+        return {size: round(cost, 3) for size, cost in sorted(self._relative.items())}
+
     def of(self, rows: int) -> float:
         """In steps of one row."""
         size = self._size_of(rows)
