@@ -282,6 +282,8 @@ class StepLoop:
             for item in batch.items:
                 item.sequence.distrust_state()
                 item.sequence.truncate(item.sequence.cache_pos)
+                if item.drafts:
+                    item.sequence.trim()
             return
         self.speculation.ran(batch, time.perf_counter() - began)
         self._commit(batch, tokens)
