@@ -21,18 +21,17 @@ from engine.local import LocalEngine
 from engine.protocol import ChatMessage, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 
-PASSAGE = """\
-The lighthouse stands at the northern end of the island. It was built in 1868 by a crew of forty men, who carried every
-stone up the cliff by hand. For more than a century its lamp was lit each evening by a keeper, and the light could be
-seen by ships thirty kilometres away. In 1991 the lamp was replaced by an electric one, and the last keeper moved to the
-village. Today the tower is a museum. Visitors climb its two hundred steps, look at the old lens, and read the names of
-the ships that were lost before it was built. In winter the road is closed, and only the ferry brings bread, letters and
-now and then a guest. The house beside the tower has four small rooms, a kitchen with a stove, and a cellar in which the
-oil was kept. Behind it lies a garden with a stone wall, where cabbage and potatoes grow in the shelter of the wind."""
+PASSAGE = (
+    "The lighthouse stands at the northern end of the island. It was built in 1868 by a crew of forty men, who carried "
+    "every stone up the cliff by hand. For more than a century its lamp was lit each evening by a keeper, and the "
+    "light could be seen by ships thirty kilometres away. In 1991 the lamp was replaced by an electric one, and the last "
+    "keeper moved to the village. Today the tower is a museum. Visitors climb its two hundred steps, look at the old lens, and "
+    "read the names of the ships that were lost before it was built."
+)
 REWRITES = (
-    f"Rewrite this text and correct its spelling. Answer with the text only.\n\n{PASSAGE}",
+    f"Rewrite this text and fix its spelling mistakes. Answer with the text only.\n\n{PASSAGE}",
     f"Repeat the following text word for word:\n\n{PASSAGE}",
-    f"Copy the following text, but replace the word island by peninsula.\n\n{PASSAGE}",
+    f"Copy the following text, but replace the word lighthouse by tower.\n\n{PASSAGE}",
 )
 CHATS = (
     "Tell me something about the sea.",

@@ -17,8 +17,8 @@ from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
 from engine.turn import ActiveTurn
 
-MOST_DRAFTS = 15
-"""Of one reply in a step."""
+MOST_DRAFTS = 7
+"""Of one reply in a step: eight rows are two tiles on a processor, and the most that a card multiplies like one."""
 FIXED_DRAFTS = 3
 """Of one reply in a step where drafts are run whether they pay or not."""
 

@@ -10,8 +10,8 @@ GRAMS = (3, 2)
 LONGEST_MATCH = 16
 """Tokens before a place that are compared at most; a longer match says no more."""
 CLASS_STARTS = (2, 3, 4, 6, 9, LONGEST_MATCH)
-_PRIORS = (0.4, 0.55, 0.7, 0.75, 0.88, 0.94)
-_PRIOR_WEIGHT, _KEPT = 4.0, 0.98
+_PRIORS = (0.33, 0.5, 0.65, 0.75, 0.87, 0.95)
+_PRIOR_WEIGHT, _KEPT = 6.0, 0.98
 
 
 @dataclass(frozen=True, slots=True)

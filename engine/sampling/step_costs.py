@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 SLOPE = 0.35
 """What a further row is taken to cost, in steps of one row, until it has been measured."""
-WEIGHT, FIRST_WEIGHT = 0.15, 0.5
-"""Of a new measurement among the old ones, and of the first beside what was taken for granted."""
+KEPT = 9
+"""Measurements of a size whose lower quartile counts: what else runs makes steps take several times as long, and never
+less."""
 STALE_STEPS = 64
-BENEFIT_OF_DOUBT = ((4 * STALE_STEPS, 0.5), (STALE_STEPS, 0.7))
+BENEFIT_OF_DOUBT = ((8 * STALE_STEPS, 0.6), (2 * STALE_STEPS, 0.8))
 """A cost not measured for so many steps is believed to be this much lower at best, so that it is measured again."""
-GAIN = 1.03
+GAIN = 1.05
 """Fewer tokens per unit of time than this much more are not worth a guess."""
 
 
@@ -26,16 +28,17 @@ class StepCosts:
         """`size_of(rows)`: steps of one size cost the same."""
         self._size_of = size_of
         self._relative: dict[int, float] = {1: 1.0}
+        self._measured: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
         self._warm = {1}
-        self._unit: float | None = None
+        self._units: deque[float] = deque(maxlen=KEPT)
         self._steps = 0
         self._plain_at = 0
 
     @property
     def unit_is_stale(self) -> bool:
         """Whether a step without drafts is due."""
-        return self._unit is None or self._steps - self._plain_at >= STALE_STEPS
+        return not self._units or self._steps - self._plain_at >= STALE_STEPS
 
     def add(self, rows: int, seconds: float, drafted: bool) -> None:
         """A step was run. The first one of a size is not counted: it may have compiled or allocated."""
@@ -45,11 +48,12 @@ class StepCosts:
             self._warm.add(size)
         elif not drafted:
             self._plain_at = self._steps
-            unit = seconds / self._known(size)
-            self._unit = unit if self._unit is None else _moved(self._unit, unit, WEIGHT)
-        elif self._unit is not None:
-            weight = WEIGHT if size in self._relative else FIRST_WEIGHT
-            self._relative[size] = _moved(self._known(size), seconds / self._unit, weight)
+            self._units.append(seconds / self._known(size))
+        elif self._units:
+            # What was taken for granted counts as a measurement until there are several.
+            found = self._measured.setdefault(size, deque([self._known(size)], maxlen=KEPT))
+            found.append(seconds / _usual(self._units))
+            self._relative[size] = _usual(found)
             self._measured_at[size] = self._steps
 
     def report(self) -> dict[int, float]:
@@ -82,6 +86,5 @@ class StepCosts:
         return self._relative[below] * (1 + SLOPE * (size / below - 1))
 
 
-def _moved(old: float, new: float, weight: float) -> float:
-    """A measurement that is far off, because something else ran, counts as one at the edge of what is likely."""
-    return old + weight * (min(max(new, old / 3), old * 3) - old)
+def _usual(found: deque[float]) -> float:
+    return sorted(found)[len(found) // 4]

@@ -158,7 +158,7 @@ def test_costs_are_relative(speed):
 
 def test_a_cost_is_measured_again_in_time():
     """Guard: one slow step, while another program ran, would have ended drafts for good."""
-    costs = learned(lambda size: 4.0 if size > 1 else 1.0)
+    costs = learned(lambda size: 3.0 if size > 1 else 1.0)
     chances, tried = [0.6, 0.36, 0.2], 0
     assert costs.worth_running(1, chances) == 0
     for _ in range(100 * STALE_STEPS):

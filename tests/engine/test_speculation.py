@@ -27,7 +27,7 @@ ROUNDING = 1e-4
 """Of float32 products with one row and with several. The compiled kernels have none: see the default model."""
 
 
-@pytest.fixture(scope="module", params=[("llama", 3), ("llama", 9), ("qwen3-window", 7)], ids=str)
+@pytest.fixture(scope="module", params=[("llama", 3), ("llama", 7), ("qwen3-window", 7)], ids=str)
 def pair(request) -> Iterator[tuple[RecordingEngine, RecordingEngine]]:
     """An engine without drafts and one that runs so many whenever it has a guess; a block holds four tokens."""
     kind, drafts = request.param
