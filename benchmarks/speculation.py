@@ -22,11 +22,11 @@ from engine.protocol import ChatMessage, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 
 PASSAGE = (
-    "The lighthouse stands at the northern end of the island. It was built in 1868 by a crew of forty men, who carried "
-    "every stone up the cliff by hand. For more than a century its lamp was lit each evening by a keeper, and the "
-    "light could be seen by ships thirty kilometres away. In 1991 the lamp was replaced by an electric one, and the last "
-    "keeper moved to the village. Today the tower is a museum. Visitors climb its two hundred steps, look at the old lens, and "
-    "read the names of the ships that were lost before it was built."
+    "The lighthouse stands at the northern end of the island. It was built in 1868 by a crew of forty men, who "
+    "carried every stone up the cliff by hand. For more than a century its lamp was lit each evening by a keeper, "
+    "and the light could be seen by ships thirty kilometres away. In 1991 the lamp was replaced by an electric "
+    "one, and the last keeper moved to the village. Today the tower is a museum. Visitors climb its two hundred "
+    "steps, look at the old lens, and read the names of the ships that were lost before it was built."
 )
 REWRITES = (
     f"Rewrite this text and fix its spelling mistakes. Answer with the text only.\n\n{PASSAGE}",
