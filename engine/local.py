@@ -18,10 +18,20 @@ from engine.debugging import diagnosis, tokens
 from engine.debugging.audit import audit
 from engine.debugging.inject import inject
 from engine.debugging.quarantine import repair_cut
-from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
+from engine.errors import (
+    ConfigError,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineStopped,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+)
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
+from engine.kv_cache.manifest import Manifest
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.protocol import (
@@ -133,7 +143,8 @@ class LocalEngine:
     def snapshot(self, session_id: str) -> dict[str, Any]:
         snapshots = self._need_snapshots()
         self._need_parts()
-        return snapshots.write_now(session_id, self._steps(session_id), self._call)
+        lane = self._lane_of_stored(snapshots, session_id, wanted=True) or self._steps(session_id)
+        return snapshots.write_now(session_id, lane, self._call)
 
     def snapshot_info(self, session_id: str) -> dict[str, Any]:
         info = self._need_snapshots().info(session_id)
@@ -373,16 +384,30 @@ class LocalEngine:
         return lane
 
     def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
-        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet, the
-        engine's own where the session is `wanted` now, else None: its next turn will say."""
+        """The lane of a session, else the one that its snapshot fits. One that nobody has asked for yet is made if the
+        session is `wanted` now, else None: its next turn will say."""
         lanes = self._all()
-        stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
-        if stored is None or stored not in KV_FORMATS:
+        manifest = None if lanes.format_of(session_id) else snapshots.manifest(session_id)
+        stored = None if manifest is None else snapshots.kv_format(session_id)
+        if manifest is None or stored is None or stored not in KV_FORMATS:
             return lanes.of(session_id)
         lane = lanes.find(stored)
-        if lane is not None:
+        if lane is None and wanted:
+            lane = self._lane_to_read(manifest, stored)
+        if lane is not None and lane.parts.kv_format == stored:
             self._call(lambda: lanes.settle(session_id, stored))
-        return lane or (lanes.first if wanted else None)
+        return lane
+
+    def _lane_to_read(self, manifest: Manifest, stored: str) -> StepLoop:
+        """A lane in which this snapshot can be used; the engine's own, which will refuse it, where there can be none."""
+        first = self._all().first
+        others = {name: value for name, value in first.fingerprint().items() if name != "KV format"}
+        if any(manifest.fingerprint.get(name) != value for name, value in others.items()):
+            return first
+        try:
+            return self._open_lane(stored)
+        except (ConfigError, InvalidRequest):
+            return first
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
