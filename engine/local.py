@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,6 @@ from engine.errors import (
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
-from engine.kv_cache.manifest import Manifest
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.protocol import (
@@ -63,6 +63,8 @@ class LocalEngine:
     """`ChatEngine` on this machine's own device. All cache and schedule changes happen on its thread, between steps."""
 
     def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_parts) -> None:
+        self.asked_format: Callable[[str], str | None] = lambda session_id: None
+        """What a session's settings say of its KV format, for acts before its first turn since the start."""
         self._config = config
         self._load = load
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -384,30 +386,21 @@ class LocalEngine:
         return lane
 
     def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
-        """The lane of a session, else the one that its snapshot fits. One that nobody has asked for yet is made if the
-        session is `wanted` now, else None: its next turn will say."""
+        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet and the
+        session is `wanted` now, that lane is made if it is what the session asks for, else it is the engine's own.
+        If it is not wanted, None: its next turn will say."""
         lanes = self._all()
-        manifest = None if lanes.format_of(session_id) else snapshots.manifest(session_id)
-        stored = None if manifest is None else snapshots.kv_format(session_id)
-        if manifest is None or stored is None or stored not in KV_FORMATS:
+        stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
+        if stored is None or stored not in KV_FORMATS:
             return lanes.of(session_id)
         lane = lanes.find(stored)
-        if lane is None and wanted:
-            lane = self._lane_to_read(manifest, stored)
-        if lane is not None and lane.parts.kv_format == stored:
+        if lane is None and wanted and self.asked_format(session_id) == stored:
+            # Where it can't be made, the engine's own will refuse the snapshot, naming what differs.
+            with suppress(ConfigError, InvalidRequest):
+                lane = self._open_lane(stored)
+        if lane is not None:
             self._call(lambda: lanes.settle(session_id, stored))
-        return lane
-
-    def _lane_to_read(self, manifest: Manifest, stored: str) -> StepLoop:
-        """A lane in which this snapshot can be used; the engine's own, which will refuse it, where there can be none."""
-        first = self._all().first
-        others = {name: value for name, value in first.fingerprint().items() if name != "KV format"}
-        if any(manifest.fingerprint.get(name) != value for name, value in others.items()):
-            return first
-        try:
-            return self._open_lane(stored)
-        except (ConfigError, InvalidRequest):
-            return first
+        return lane or (lanes.first if wanted else None)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 

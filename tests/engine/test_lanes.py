@@ -128,6 +128,7 @@ def test_after_a_restart_a_session_is_used_in_its_own_format_before_its_first_tu
         cached = first.stats.cache_pos
         assert engine.snapshot(A)["tokens"] == cached
     with engine_over(tmp_path, fault_injection=True) as engine:
+        engine.asked_format = {A: "int8"}.get
         assert list(engine.memory()["formats"]) == ["fp32"]
         if act == "restore":
             assert engine.restore(A) == cached
@@ -148,14 +149,20 @@ def test_after_a_restart_a_session_is_used_in_its_own_format_before_its_first_tu
         assert report["refused"] is None and report["kv_format"] == "int8"
 
 
-@pytest.mark.parametrize("other", ["weights", "kind"])
-def test_no_lane_is_made_for_a_snapshot_of_something_else(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "changed", "field"),
+    [(None, {}, "KV format"), ("fp16", {}, "KV format"), ("int8", {"kind": "bamba"}, "weights")],
+    ids=["the engine's own", "another", "no other format"],
+)
+def test_no_lane_is_made_for_what_the_session_does_not_ask_for_or_can_not_have(
+    tmp_path: Path, asked: str | None, changed: dict[str, Any], field: str
+) -> None:
     with engine_over(tmp_path) as engine:
         turn(engine, A, PROMPT, "int8")
         engine.snapshot(A)
-    changed = {"weights": {"kind": "qwen3"}, "kind": {"kind": "bamba"}}[other]
     with engine_over(tmp_path, **changed) as engine:
-        assert engine.restore(A) == 0 and "weights" in engine.inspect(A)["refused"]
+        engine.asked_format = {A: asked}.get
+        assert engine.restore(A) == 0 and f"The snapshot's {field} is" in engine.inspect(A)["refused"]
         assert list(engine.memory()["formats"]) == ["fp32"]
 
 
