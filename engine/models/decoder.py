@@ -187,12 +187,12 @@ class DecoderModel:
         raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
         """
         ops, config, weights = self._operations, self.config, self.weights
-        if self._fused is not None and self._fused.fits(len(token_ids)):
-            return self._fused(weights.embedding(token_ids), cache, meta)
-        step = self._step_context(cache, meta, states)
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
+        if self._fused is not None and self._fused.fits(len(token_ids)):
+            return self._fused(x, cache, meta)
+        step = self._step_context(cache, meta, states)
         if weights.altup is not None:
             x = self._through_streams(weights.altup, token_ids, x, step, abandoned)
         else:

@@ -110,6 +110,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield "rms_norm", [x, normal(512), 1e-5, out], out
     yield "add_rms_norm", [normal(3, 512), x, normal(512), 1e-5, out], out
     yield "swiglu", [normal(3, 1024), out], out
+    yield "geglu", [normal(3, 1024), out], out
     yield from _products(device, normal)
     for fmt in _kv_formats(device, dtype):
         yield from _attention(device, normal, fmt)
