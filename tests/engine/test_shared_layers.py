@@ -59,6 +59,19 @@ def test_weights_are_planned_as_they_are_loaded(tmp_path: Path, dtype: str) -> N
     assert planned == PlannedWeights(loaded.weight_bytes, loaded.weight_format)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
+def test_rounded_weights_stay_close(tmp_path: Path, dtype: str) -> None:
+    """`auto` is int8 with a scale per 32 weights, about as coarse as bfloat16."""
+    reference, ids = tiny_model("gemma3n"), torch.arange(60) * 5 % 320
+    model = load_model(save_safetensors(reference, tmp_path), CPU, dtype)
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0]
+    cache = make_cache(model, kv_format="fp16")
+    logits = model.forward(ids, cache, make_metadata([(0, 60, list(range(1, 16)))], cache=cache))
+    eps = torch.finfo(torch.float16 if dtype == "float16" else torch.bfloat16).eps
+    assert (logits - expected).abs().max() < 16 * eps * expected.abs().max()
+
+
 def test_the_text_part_of_a_model_that_also_sees_is_the_same_model(tmp_path: Path) -> None:
     """Such files hold K and V matrices of the shared layers too, which nothing reads."""
     plain = save_safetensors(tiny_model("gemma3n"), tmp_path / "text")
@@ -71,8 +84,7 @@ def test_the_text_part_of_a_model_that_also_sees_is_the_same_model(tmp_path: Pat
     save_file(named, whole / "model.safetensors")
     text = json.loads((plain / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
-    ids, meta = torch.arange(40), make_metadata([(0, 40, list(range(1, 11)))])
-    results = []
+    ids, results = torch.arange(40), []
     for path in (plain, whole):
         model = load_model(path, CPU, "float32")
         cache = make_cache(model)
