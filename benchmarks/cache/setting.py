@@ -32,6 +32,10 @@ class Setting:
     decode_contexts: Sequence[int] = (128, 256, 512, 1024, 2048)
     beams: int = 4
     beam_tokens: int = 48
+    window_tokens: int = 10_000
+    window: int = 1024
+    sinks: int = 4
+    window_turn: int = 1000
     rounds: int = 3
 
 

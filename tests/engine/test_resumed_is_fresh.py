@@ -296,6 +296,13 @@ class LocalAndGlobalConversations(Conversations):
     blocks = 110
 
 
+class SharedStoreConversations(Conversations):
+    """The last layers read what earlier ones store, some behind a window."""
+
+    kind = "gemma3n"
+    blocks = 150
+
+
 class HybridWindowConversations(HybridConversations):
     """States and windows: a sequence goes back to where it has both."""
 
@@ -307,11 +314,13 @@ class HybridWindowConversations(HybridConversations):
 TestWindowConversations, TestSinkConversations = WindowConversations.TestCase, SinkConversations.TestCase
 TestLocalAndGlobalConversations = LocalAndGlobalConversations.TestCase
 TestDraftConversations, TestDraftWindowConversations = DraftConversations.TestCase, DraftWindowConversations.TestCase
+TestSharedStoreConversations = SharedStoreConversations.TestCase
 TestHybridWindowConversations = HybridWindowConversations.TestCase
 for case in (
     TestWindowConversations,
     TestSinkConversations,
     TestLocalAndGlobalConversations,
+    TestSharedStoreConversations,
     TestHybridWindowConversations,
     TestDraftConversations,
     TestDraftWindowConversations,

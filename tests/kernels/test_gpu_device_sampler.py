@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.cuda_graph import DecodeGraphs
+from engine.memory_plan import PENALTY_BYTES
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampledTokens, Sampler, SamplingParams, SamplingState
 from engine.sampling.step import StepOutput, StepTokens
@@ -104,6 +105,25 @@ def test_a_row_keeps_nothing_of_its_last_owner(penalty: dict[str, Any]) -> None:
     for _ in range(2):
         agree(decode(sampler, logits, [ours]), Sampler().sample(logits, [theirs]))
     assert sampler._own.row_of(ours) == row and ours.reply_ids[0] == 40
+
+
+def test_rows_for_penalties_are_as_many_as_are_wanted() -> None:
+    """65 rows of a large vocabulary, 90 MB that no memory plan knew of, were taken for a single request."""
+    sampler, variants = DeviceSampler(VOCAB, DEVICE, max_rows=8), []
+    ours, theirs = [[state(temperature=0, frequency_penalty=2.0) for _ in range(5)] for _ in range(2)]
+    for step, count in enumerate((1, 1, 2, 5, 3)):
+        logits = rows(1, step).repeat(count, 1)
+        agree(decode(sampler, logits, ours[:count]), Sampler().sample(logits, theirs[:count]))
+        variants.append(sampler.variant[1])
+        if count == 1:
+            own = sampler._own
+            assert own is not None
+            taken = sum(tensor.nbytes for tensor in (own.seen, own.counts, own.bias))
+            assert taken == 2 * PENALTY_BYTES * VOCAB
+    # A graph that was captured with fewer rows is not replayed with more, nor again afterwards.
+    assert variants == [2, 2, 3, 9, 9]
+    decode(sampler, logits, [state(temperature=0)])
+    assert sampler.variant[1] == 1
 
 
 def test_seeds_give_the_numbers_of_torch_past_those_made_ahead() -> None:
