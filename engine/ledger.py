@@ -1,4 +1,5 @@
-"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel."""
+"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel. What the process holds, by parts that are
+measured one by one, is `engine.memory_watch`'s."""
 
 from __future__ import annotations
 

@@ -22,8 +22,11 @@ from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, 
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
+from engine.held_arrays import held_ranges
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
+from engine.memory_watch import Holdings, MemoryWatch
+from engine.process_memory import Range
 from engine.protocol import (
     DiagnoseQuery,
     Failed,
@@ -71,6 +74,8 @@ class LocalEngine:
             else Snapshots(config.data_dir / "snapshots", config.snapshot_limit, self._not_saved)
         )
         self._frozen = FrozenPrefixes(config.data_dir / "frozen")
+        self._weights: list[Range] | None = None
+        self._memory_watch = MemoryWatch(lambda: self._call(self._holdings))
         self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
 
     def start(self) -> None:
@@ -216,7 +221,12 @@ class LocalEngine:
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
-        return self._call(lambda: ledger.memory_report(self._all(), on_disk))
+        report = self._call(lambda: ledger.memory_report(self._all(), on_disk))
+        return {**report, "process": self._memory_watch.latest()}
+
+    def memory_history(self) -> dict[str, Any]:
+        self._need_parts()
+        return self._memory_watch.history()
 
     def metrics(self) -> dict[str, Any]:
         on_disk = 0 if self._snapshots is None else sum(self._snapshots.store.sizes().values())
@@ -281,6 +291,7 @@ class LocalEngine:
     def close(self) -> None:
         """End running turns (their streams get what was generated), write snapshots, end the threads. May be called
         again."""
+        self._memory_watch.stop()
         if not self._thread.is_alive():
             self._state = "stopped"
         else:
@@ -305,6 +316,7 @@ class LocalEngine:
             return
         self._state = "ok"
         self._ready.set()
+        self._memory_watch.start()
         try:
             # Also commands from the mailbox touch the cache's tensors, so the whole thread runs in this mode.
             with torch.inference_mode():
@@ -345,6 +357,12 @@ class LocalEngine:
             self._snapshots.writer.flush(LAST_WRITES_S)
             self._drain_mailbox(wait=False)
             self._all().save_all()
+
+    def _holdings(self) -> Holdings:
+        """On the engine thread."""
+        if self._weights is None:
+            self._weights = held_ranges(self._need_parts().model.weights)
+        return Holdings.of(self._all(), self._weights)
 
     # -- KV formats ---------------------------------------------------------------------------------------------------
 

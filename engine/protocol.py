@@ -308,6 +308,10 @@ class ChatEngine(Protocol):
         """The ledger as in `GET /api/memory`, bytes."""
         ...
 
+    def memory_history(self) -> dict[str, Any]:
+        """The process's memory since the start, as in `GET /api/memory/history`."""
+        ...
+
     def metrics(self) -> dict[str, Any]:
         """Counters and histograms since start, for `GET /metrics` and the panel."""
         ...

@@ -34,6 +34,10 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     async def memory() -> Response:
         return Json(await asyncio.to_thread(chat.engine.memory))
 
+    @api.get("/api/memory/history")
+    async def memory_history() -> Response:
+        return Json(await asyncio.to_thread(chat.engine.memory_history))
+
     @api.get("/api/template")
     async def template() -> Response:
         return Json(_template(chat))
