@@ -1,5 +1,7 @@
-"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel. What the process holds, by parts that are
-measured one by one, is `engine.memory_watch`'s."""
+"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel.
+
+What the process holds, in parts that are measured one by one, is told by `engine.memory_watch`.
+"""
 
 from __future__ import annotations
 

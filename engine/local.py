@@ -21,8 +21,8 @@ from engine.debugging.quarantine import repair_cut
 from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
-from engine.jobs import Slices
 from engine.held_arrays import held_ranges
+from engine.jobs import Slices
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.memory_watch import Holdings, MemoryWatch

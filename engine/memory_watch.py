@@ -55,7 +55,8 @@ def measure(holdings: Holdings) -> dict[str, Any]:
     parts["python"] = objects or 0
     held = sum(size for ranges in holdings.kinds.values() for _, size in ranges)
     parts["buffers"] = max(heap.used - held, 0) if heap is not None else 0
-    parts["heap_free"] = heap.free if heap is not None else 0
+    # What the heap was given back of is free, and not there.
+    parts["heap_free"] = max(heap.free - process_memory.heap_holes(mapped or []), 0) if heap is not None else 0
     exact = mapped is not None and heap is not None and objects is not None
     return {"rss": rss, "parts": parts, "unexplained": rss - sum(parts.values()), "exact": exact}
 
@@ -68,7 +69,7 @@ def _touched(ranges: list[Range]) -> int:
 def _of_mappings(mapped: list[Mapping]) -> dict[str, int]:
     model = [one for one in mapped if Path(one.name).suffix in WEIGHT_FILES]
     files = [one for one in mapped if one.is_file and Path(one.name).suffix not in WEIGHT_FILES]
-    code = [one for one in mapped if not one.is_file and (one.executable or one.name.startswith("[stack"))]
+    code = [one for one in mapped if not one.is_file and ("x" in one.rights or one.name.startswith("[stack"))]
     return {
         "weights_file": sum(one.resident for one in model),
         "libraries": sum(one.resident for one in files),

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,9 +21,9 @@ import numpy as np
 import psutil
 
 PAGE = mmap.PAGESIZE
+ARENA = 64 * 2**20
 _MAPPING = re.compile(
-    rb"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \d+ *([^\n]*)\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB\n"
-    rb"(?:\w+: [^\n]*\n)*?Anonymous: +(\d+) kB",
+    rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *([^\n]*)\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB",
     re.MULTILINE,
 )
 _ARENAS = re.compile(r"^\d+ arenas \* \d+ bytes/arena\s*=\s*([\d,]+)", re.MULTILINE)
@@ -33,13 +34,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One stretch of addresses. `name`: a file's path, "[heap]" or the like, or empty. `anonymous`: resident bytes
-    that are no file's, such as the relocated data of a library."""
+    """Addresses `start : end`, with `rights` as in "rw-p". `name`: a file's path, "[heap]" or the like, or empty."""
 
+    start: int
+    end: int
+    rights: str
     name: str
     resident: int
-    anonymous: int
-    executable: bool
 
     @property
     def is_file(self) -> bool:
@@ -67,9 +68,22 @@ def mappings() -> list[Mapping] | None:
     except OSError:
         return None
     return [
-        Mapping(os.fsdecode(name), 1024 * int(rss), 1024 * int(anonymous), b"x" in flags)
-        for flags, name, rss, anonymous in _MAPPING.findall(text)
+        Mapping(int(start, 16), int(end, 16), rights.decode(), os.fsdecode(name), 1024 * int(rss))
+        for start, end, rights, name, rss in _MAPPING.findall(text)
     ]
+
+
+def heap_holes(mapped: SequenceOf[Mapping]) -> int:
+    """Bytes of the C heap's own stretches that have no memory behind them: never touched, or given back.
+
+    Besides "[heap]" these are those of its other arenas, each at the beginning of a reserved stretch of `ARENA` bytes.
+    """
+    holes = 0
+    for one, following in zip(mapped, [*mapped[1:], None], strict=True):
+        reserved = following is not None and following.start == one.end and following.rights == "---p"
+        if one.name == "[heap]" or (not one.name and one.start % ARENA == 0 and one.rights == "rw-p" and reserved):
+            holes += one.end - one.start - one.resident
+    return holes
 
 
 class _MallInfo(ctypes.Structure):

@@ -206,6 +206,10 @@ class FakeEngine:
         self._check()
         return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
 
+    def memory_history(self) -> dict[str, Any]:
+        self._check()
+        return {"every_s": 5.0, "points": []}
+
     def metrics(self) -> dict[str, Any]:
         self._check()
         return {
