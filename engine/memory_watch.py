@@ -116,7 +116,7 @@ class MemoryWatch:
         point = {"at": round(time.time(), 1), **{name: figures[name] for name in SHOWN}}
         with self._lock:
             self._points.append(point)
-            if len(self._points) >= MOST_POINTS:
+            if len(self._points) > MOST_POINTS:
                 del self._points[1::2]
                 self._every_s *= 2
 
