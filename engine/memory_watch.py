@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import process_memory
+from engine.errors import KVScopeError
 from engine.held_arrays import held_ranges
 from engine.process_memory import Mapping, Range
 from engine.step_loop import StepLoop
@@ -48,7 +49,7 @@ def measure(holdings: Holdings) -> dict[str, Any]:
     Of our tensors what has memory behind it; of the C heap what is neither theirs nor free; of files what is mapped and
     resident, the model's apart. No part is made from the resident set, so `unexplained` may also be negative.
     """
-    parts = {kind: _touched(ranges) for kind, ranges in holdings.kinds.items()}
+    parts = {kind: _touched(holdings.kinds.get(kind, [])) for kind in HELD}
     mapped, heap, objects = process_memory.mappings(), process_memory.heap(), process_memory.object_arenas()
     rss = process_memory.resident_bytes()
     parts |= _of_mappings(mapped or [])
@@ -124,6 +125,6 @@ class MemoryWatch:
         while not self._stopped.wait(self._every_s):
             try:
                 self.note(self.latest())
-            except Exception:
+            except (KVScopeError, TimeoutError):
                 # The engine is busy or has just stopped: the history has a gap.
                 continue

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import memory_watch, process_memory
+from engine.errors import EngineBusy
 from engine.held_arrays import held_ranges
 from engine.memory_watch import Holdings, MemoryWatch, measure
 from engine.protocol import GenerateRequest
@@ -90,7 +91,7 @@ def test_history_keeps_the_whole_run_in_so_many_points(monkeypatch):
 
 
 def test_history_is_taken_by_itself_and_survives_a_busy_engine():
-    answers = iter([Holdings(), RuntimeError("busy"), Holdings()])
+    answers = iter([Holdings(), EngineBusy("busy"), Holdings()])
 
     def holdings() -> Holdings:
         found = next(answers)
