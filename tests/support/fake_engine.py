@@ -224,7 +224,7 @@ class FakeEngine:
         }
 
     def repair(self, session_id: str, cancelled: Callable[[], bool] = never) -> dict[str, Any]:
-        self._check()
+        self.audit(session_id, cancelled=cancelled)
         return {"cut_tokens": 0, "recomputed_tokens": 0, "first_position": None, "sentence": "Nothing to repair."}
 
     def inject(self, request: FaultRequest) -> dict[str, Any]:
