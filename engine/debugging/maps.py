@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import Conflict, InvalidRequest
@@ -19,7 +20,7 @@ from engine.step_loop import StepLoop
 
 WHAT = ("k_norm", "v_norm", "k_similarity", "v_similarity")
 MAX_COLUMNS = 256
-SLICE_VALUES = 2**20
+SLICE_VALUES = 2**19
 """Cached values that are read in one slice: a few milliseconds."""
 
 
@@ -109,43 +110,46 @@ def _held(sequence: Sequence, spec: KVCacheSpec, count: int) -> Tensor:
 
 
 def drawn(values: Tensor, held: Tensor, query: MapQuery) -> dict[str, Any]:
-    """`{columns, values, positions, medians, bad}` of values and held [layers, n]: see `docs` of the route.
+    """`{columns, values, positions, medians, bad}` of values and held [layers, n].
 
-    A value is None where the stretch has none; `bad` are [layer, column] with a position that is not finite.
+    A value is None where the stretch has none; `bad` are [layer, column] of what is not finite.
     """
     held = held.clone()
     if query.what.endswith("similarity"):
         held[:, 1:] &= held[:, :-1].clone()
         held[:, :1] = False
-    medians = [_median(row[kept]) for row, kept in zip(values, held, strict=True)]
-    stretches = torch.arange(values.shape[1]).tensor_split(min(query.columns, values.shape[1]))
-    shown: list[list[float | None]] = []
-    positions: list[list[int | None]] = []
-    bad: list[list[int]] = []
-    for layer, median in enumerate(medians):
-        picked = [_picked(values[layer], held[layer], part, median, query.what) for part in stretches]
-        positions.append(picked)
-        shown.append([None if at is None else _rounded(float(values[layer, at])) for at in picked])
-        bad += [[layer, c] for c, at in enumerate(picked) if at is not None and not math.isfinite(values[layer, at])]
-    columns = [[int(part[0]), int(part[-1])] for part in stretches]
-    rounded = [None if median is None else _rounded(median) for median in medians]
-    return {"columns": columns, "values": shown, "positions": positions, "medians": rounded, "bad": bad}
+    medians = _medians(values, held)
+    count = values.shape[1]
+    width = -(-count // query.columns)
+    picked = _picked(values, held, medians, query.what, width)
+    shown = values.gather(1, picked.clamp_min(0))
+    finite = shown.isfinite() & (picked >= 0)
+    return {
+        "columns": [[first, min(first + width, count) - 1] for first in range(0, count, width)],
+        "values": [_rounded(row, kept) for row, kept in zip(shown, finite, strict=True)],
+        "positions": [[None if at < 0 else at for at in row] for row in picked.tolist()],
+        "medians": _rounded(medians, medians.isfinite()),
+        "bad": ((picked >= 0) & ~finite).nonzero().tolist(),
+    }
 
 
-def _median(values: Tensor) -> float | None:
-    finite = values[values.isfinite()]
-    return float(finite.median()) if len(finite) else None
+def _medians(values: Tensor, held: Tensor) -> Tensor:
+    """float32 [layers] of what is held and finite; NaN where there is nothing."""
+    return torch.where(held & values.isfinite(), values, math.nan).nanmedian(-1).values
 
 
-def _picked(values: Tensor, held: Tensor, part: Tensor, median: float | None, what: str) -> int | None:
-    """The position that stands for a stretch; what is not finite before all others."""
-    part = part[held[part]]
-    if not len(part):
-        return None
-    found = values[part]
-    strange = found if what.endswith("similarity") else (found - (median or 0.0)).abs()
-    return int(part[strange.nan_to_num(math.inf).argmax()])
+def _picked(values: Tensor, held: Tensor, medians: Tensor, what: str, width: int) -> Tensor:
+    """int64 [layers, columns]: which position stands for each stretch of `width`, what is not finite before all others;
+    -1 where none is held."""
+    strange = values if what.endswith("similarity") else (values - medians.nan_to_num()[:, None]).abs()
+    strange = strange.nan_to_num(math.inf, math.inf).masked_fill(~held, -math.inf)
+    strange = F.pad(strange, (0, -values.shape[1] % width), value=-math.inf).unflatten(1, (-1, width))
+    best, offset = strange.max(-1)
+    starts = torch.arange(0, values.shape[1], width)
+    return torch.where(best == -math.inf, -1, starts + offset)
 
 
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+def _rounded(values: Tensor, finite: Tensor) -> list[float | None]:
+    """To five figures; None where a value is not finite."""
+    pairs = zip(values.tolist(), finite.tolist(), strict=True)
+    return [float(f"{value:.5g}") if sound else None for value, sound in pairs]

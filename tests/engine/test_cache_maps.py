@@ -77,7 +77,8 @@ def test_damage_stands_out_in_a_coarse_map(engine):
     engine.inject(FaultRequest(A, "nan", 1, 62, 1))
     alike = engine.cache_map(A, MapQuery("k_similarity", None, 8))
     column = next(i for i, (first, last) in enumerate(alike["columns"]) if first <= 41 <= last)
-    assert len(alike["columns"]) == 8 and alike["values"][0][column] == 1.0 and alike["positions"][0][column] == 41
+    assert alike["columns"][0] == [0, 9] and alike["columns"][-1][1] == alike["cache_pos"] - 1
+    assert alike["values"][0][column] == 1.0 and alike["positions"][0][column] == 41
     norms = engine.cache_map(A, MapQuery("k_norm", None, 8))
     column = next(i for i, (first, last) in enumerate(norms["columns"]) if first <= 62 <= last)
     assert norms["bad"] == [[1, column]] and norms["positions"][1][column] == 62
