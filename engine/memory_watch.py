@@ -55,9 +55,10 @@ def measure(holdings: Holdings) -> dict[str, Any]:
     parts |= _of_mappings(mapped or [])
     parts["python"] = objects or 0
     held = sum(size for ranges in holdings.kinds.values() for _, size in ranges)
-    parts["buffers"] = max(heap.used - held, 0) if heap is not None else 0
-    # What the heap was given back of is free, and not there.
-    parts["heap_free"] = max(heap.free - process_memory.heap_holes(mapped or []), 0) if heap is not None else 0
+    parts["buffers"] = parts["heap_free"] = 0
+    if heap is not None:
+        parts["buffers"] = max(heap.used + heap.mapped - held, 0)
+        parts["heap_free"] = min(max(process_memory.arena_bytes(mapped or []) - heap.used, 0), heap.free)
     exact = mapped is not None and heap is not None and objects is not None
     return {"rss": rss, "parts": parts, "unexplained": rss - sum(parts.values()), "exact": exact}
 

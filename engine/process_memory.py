@@ -49,9 +49,11 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """Bytes that the C allocator has handed out, and that it holds but has not."""
+    """Bytes that the C allocator has handed out, of its arenas and as mappings of their own, and those of its arenas
+    that it has not."""
 
     used: int
+    mapped: int
     free: int
 
 
@@ -73,17 +75,17 @@ def mappings() -> list[Mapping] | None:
     ]
 
 
-def heap_holes(mapped: SequenceOf[Mapping]) -> int:
-    """Bytes of the C heap's own stretches that have no memory behind them: never touched, or given back.
+def arena_bytes(mapped: SequenceOf[Mapping]) -> int:
+    """Resident bytes of the C heap's arenas: "[heap]", and others at the beginning of reserved stretches of `ARENA`.
 
-    Besides "[heap]" these are those of its other arenas, each at the beginning of a reserved stretch of `ARENA` bytes.
+    Of these less may be there than they have handed out or hold free: never touched, or given back.
     """
-    holes = 0
+    resident = 0
     for one, following in zip(mapped, [*mapped[1:], None], strict=True):
         reserved = following is not None and following.start == one.end and following.rights == "---p"
         if one.name == "[heap]" or (not one.name and one.start % ARENA == 0 and one.rights == "rw-p" and reserved):
-            holes += one.end - one.start - one.resident
-    return holes
+            resident += one.resident
+    return resident
 
 
 class _MallInfo(ctypes.Structure):
@@ -107,7 +109,7 @@ def heap() -> Heap | None:
         return None
     mallinfo.restype = _MallInfo
     found = mallinfo()
-    return Heap(used=found.uordblks + found.hblkhd, free=found.fordblks)
+    return Heap(found.uordblks, found.hblkhd, found.fordblks)
 
 
 def trim_heap() -> None:

@@ -65,7 +65,7 @@ def test_a_loop_is_diagnosed_and_cured_with_one_click(visitor: Visitor, app: App
 
 def colours(tab: ChatPage) -> list[list[int]]:
     """Red, green and blue of the middle of each cell of the map's fourth row (layer 3)."""
-    found: list[list[int]] = tab.page.locator(".heat canvas").evaluate(
+    found: list[list[int]] = tab.page.locator(".audit .heat canvas").evaluate(
         """canvas => {
             const context = canvas.getContext("2d"), cell = canvas.width / 16, row = 3.5 * canvas.height / 30;
             const data = (index) => context.getImageData((index + .5) * cell, row, 1, 1).data;
