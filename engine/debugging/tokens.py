@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.debugging.replays import ROWS, KeptAs, check_room, follow
+from engine.debugging.replays import KeptAs, check_room, follow
 from engine.debugging.scratch import logits_behind
 from engine.errors import InvalidRequest
 from engine.jobs import Slices
@@ -23,6 +23,8 @@ from engine.step_loop import StepLoop
 
 MAX_COUNT = 256
 ALTERNATIVES = 5
+ROWS = 4
+"""Tokens that are run behind the cache in one slice: more are no quicker, and streams wait for each slice."""
 
 
 def check_query(query: TokenQuery) -> None:

@@ -5,7 +5,7 @@ import { memoryHistory } from "./net.js";
 
 const PARTS = [
   ["weights", "weights"], ["weights_file", "model file"], ["kv", "KV cache"], ["states", "states"], ["workspace", "workspace"],
-  ["python", "Python objects"], ["libraries", "libraries"], ["buffers", "their buffers"], ["compiled", "compiled code"],
+  ["python", "Python objects"], ["libraries", "libraries"], ["buffers", "native buffers"], ["compiled", "compiled code"],
   ["heap_free", "free in the heap"],
 ];
 // What the chart stacks, from below.
