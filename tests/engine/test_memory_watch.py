@@ -13,6 +13,7 @@ import torch
 from engine import memory_watch, process_memory
 from engine.errors import EngineBusy
 from engine.held_arrays import held_ranges
+from engine.ledger import card_parts
 from engine.memory_watch import Holdings, MemoryWatch, measure
 from engine.protocol import GenerateRequest
 from engine.sampling.params import SamplingParams
@@ -108,3 +109,20 @@ def test_history_is_taken_by_itself_and_survives_a_busy_engine():
         assert wait_until(lambda: len(watch.history()["points"]) > count)
     finally:
         watch.stop()
+
+
+def test_a_cards_parts_add_up_to_what_the_driver_says():
+    device = {"total": 1000, "free": 300, "process": 600, "reserved": 450, "allocated": 420}
+    parts = card_parts(device, own=400)
+    assert parts == {"own": 400, "buffers": 20, "allocator_free": 30, "context": 150, "process": 600}
+    hidden = card_parts({**device, "process": 450}, own=400)  # where NVML does not tell of processes
+    assert hidden["context"] == 0
+
+
+def test_without_a_card_there_are_no_parts_of_one():
+    engine = tiny_engine()
+    try:
+        report = engine.memory()
+    finally:
+        engine.close()
+    assert report["card"] is None and set(report["process"]["parts"]) >= {"weights", "kv", "python", "libraries"}

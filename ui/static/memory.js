@@ -8,6 +8,8 @@ const PARTS = [
   ["python", "Python objects"], ["libraries", "libraries"], ["buffers", "native buffers"], ["compiled", "compiled code"],
   ["heap_free", "free in the heap"],
 ];
+// Of the card, beside what is our own; the last one is what remains of what the driver says.
+const CARD = [["buffers", "other buffers"], ["allocator_free", "allocator, free"], ["context", "context (the rest)"]];
 // What the chart stacks, from below.
 const LAYERS = [["libraries", "libraries"], ["python", "Python"], ["buffers", "buffers"], ["heap_free", "free heap"], ["weights", "weights"], ["kv", "KV cache"]];
 const WIDTH = 384;
@@ -34,7 +36,7 @@ export class Memory {
       ["weights", memory.weights, memory.total_device], ["KV used", memory.kv_used, memory.total_device], ["KV reserved", memory.kv_reserved, memory.total_device],
       ...(memory.state_reserved ? [["states", memory.state_reserved, memory.total_device]] : []),
       ["KV empty", memory.kv_empty ?? 0, memory.total_device], ["KV in RAM", memory.kv_ram, memory.ram_total], ["KV on disk", memory.kv_disk, 0],
-      ["workspace", memory.workspace, memory.total_device], ...(card ? [["allocator, other", memory.allocator_slack, memory.total_device]] : []),
+      ["workspace", memory.workspace, memory.total_device], ...(memory.card ? CARD.map(([name, label]) => [label, memory.card[name], memory.total_device]) : []),
       ["other programs", memory.other_processes, memory.total_device], [card ? "free on the card" : "free RAM", memory.free_device, memory.total_device],
     ];
     if (card && memory.ram_total) rows.push(["RAM free", memory.ram_available, memory.ram_total]);
