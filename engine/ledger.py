@@ -105,9 +105,9 @@ def used_bytes(sequence: Sequence, spec: KVCacheSpec) -> int:
 def card_parts(device: Mapping[str, int], own: int) -> dict[str, int]:
     """What the driver says that the process holds of the card, in four parts, bytes.
 
-    `own`: weights, KV, states and workspace; `buffers`: what torch has allocated beside them; `allocator_free`: what its
-    allocator keeps and has not given out. These are counted; `context`, the driver's own, loaded kernels and captured
-    graphs, is what remains: nothing tells it.
+    `own`: weights, KV, states and workspace; `buffers`: what torch has allocated beside them; `allocator_free`: what
+    its allocator keeps and has not given out. These are counted; `context`, the driver's own, loaded kernels and
+    captured graphs, is what remains: nothing tells it.
     """
     return {
         "own": own,
