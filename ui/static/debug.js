@@ -4,6 +4,7 @@
 import { counted, h, number, setText } from "./dom.js";
 import { AuditView } from "./audit.js";
 import { Diagnosis } from "./diagnosis.js";
+import { Maps } from "./maps.js";
 import { Misses } from "./misses.js";
 import { Tokens } from "./tokens.js";
 
@@ -20,6 +21,7 @@ export class DebugTab {
     this.select = h("select", { "aria-label": "Reply to look at", onchange: () => this.choose(this.select.value) });
     this.diagnosis = new Diagnosis(this);
     this.audit = new AuditView(this);
+    this.maps = new Maps(this);
     this.tokens = new Tokens(this);
     this.misses = new Misses(this);
     this.lights = h("ul", { class: "dots" });
@@ -30,6 +32,7 @@ export class DebugTab {
         h("div", { class: "measure-bar" }, this.select, this.diagnosis.button), this.diagnosis.root),
       section("Invariants", this.lights, this.lightNote),
       section("Audit", this.audit.root),
+      section("Cache map", this.maps.root),
       section("Tokens", this.tokens.root),
       section("Misses", this.misses.root));
   }
@@ -66,7 +69,7 @@ export class DebugTab {
   // Another chat.
   clear() {
     this.chosen = null;
-    for (const part of [this.diagnosis, this.audit, this.tokens, this.misses]) part.clear();
+    for (const part of [this.diagnosis, this.audit, this.maps, this.tokens, this.misses]) part.clear();
     this.drawReplies();
     this.drawLights(null);
   }
@@ -102,6 +105,7 @@ export class DebugTab {
     this.tokens.show(reply);
     this.misses.show(reply);
     this.audit.drawState();
+    this.maps.drawState();
   }
 
   // A reading of the cache: only the sections that changed.
