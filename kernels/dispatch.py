@@ -114,3 +114,13 @@ def cpu_kernels() -> ModuleType | None:
     except Exception as error:  # numba raises errors of its own, LLVM's and the linker's
         log.warning("The CPU kernels can't be compiled (%s); decoding takes the slower way.", type(error).__name__)
         return None
+
+
+@cache
+def row_measures(device: str) -> ModuleType:
+    """Functions of `kernels.reference.row_measures` for rows of logits on a type of device."""
+    if device != "cpu" or cpu_kernels() is None:
+        return reference.row_measures
+    from kernels.cpu import row_measures as compiled
+
+    return compiled

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.protocol import TokenMeasure
 from engine.sampling.measure import measure
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
+from kernels.dispatch import row_measures
 
 Forced = Sequence[int | None]
 """Per row of logits the id to take in place of a draw, or None."""
@@ -94,7 +95,8 @@ def sample_on_host(
     """Check and draw with torch: on a device each check and each draw waits for it."""
     tokens = StepTokens(_finite_sequences(output.hidden, output.query_lens), len(requests))
     wanted = output.wanted
-    tokens.drop(index for row, index in enumerate(wanted) if not bool(torch.isfinite(output.logits[row]).all()))
+    all_finite = row_measures(output.logits.device.type).all_finite
+    tokens.drop(index for row, index in enumerate(wanted) if not all_finite(output.logits[row]))
     rows: list[int] = []
     for row, index in enumerate(wanted):
         follows = drafts is not None and drafts[row] is not None

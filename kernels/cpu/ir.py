@@ -129,6 +129,35 @@ def exp_sum(b: Any, values: Value, count: Value, largest: Value) -> Value:
     return sum_of(b, b.load(total))
 
 
+@emits("iiffi")
+def survey(b: Any, values: Value, count: Value, largest: Value, mine: Value, out: Value) -> None:
+    """out float32 [3] = sum of exp(x - largest), sum of exp(x - largest) * (x - largest), how many exceed `mine`;
+    `count` is a multiple of 8."""
+    sums = [variable(b, constant(0.0, V8)) for _ in range(3)]
+    for total in sums:
+        b.store(constant(0.0, V8), total)
+    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
+        value = load(b, plus(b, values, loop.index, 32), V8)
+        shifted = b.fsub(value, splat(b, largest, 8))
+        weight = exp(b, shifted)
+        more = b.select(b.fcmp_ordered(">", value, splat(b, mine, 8)), constant(1.0, V8), constant(0.0, V8))
+        for total, part in zip(sums, (weight, b.fmul(weight, shifted), more), strict=True):
+            b.store(b.fadd(b.load(total), part), total)
+    for i, total in enumerate(sums):
+        store(b, sum_of(b, b.load(total)), plus(b, out, 4 * i))
+
+
+@emits("ii", types.float32)
+def zero_or_nan(b: Any, values: Value, count: Value) -> Value:
+    """0 if all are finite, else NaN; `count` is a multiple of 8."""
+    total = variable(b, constant(0.0, V8))
+    b.store(constant(0.0, V8), total)
+    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
+        value = load(b, plus(b, values, loop.index, 32), V8)
+        b.store(fma(b, value, constant(0.0, V8), b.load(total)), total)
+    return sum_of(b, b.load(total))
+
+
 @emits("ii", types.int64)
 def word(b: Any, address: Value, index: Value) -> Value:
     """int64 number `index` at an address."""

@@ -4,6 +4,7 @@
 kernels.
 """
 
+from kernels.reference import row_measures
 from kernels.reference.attention import attention, store_kv
 from kernels.reference.attention_plan import AttentionPlan, plan_attention
 from kernels.reference.blocks import copy_blocks_out
@@ -19,6 +20,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_tables",
+    "row_measures",
     "store_kv",
     "swiglu",
 ]
