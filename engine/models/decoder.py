@@ -187,18 +187,22 @@ class DecoderModel:
         raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
         """
         ops, config, weights = self._operations, self.config, self.weights
+
+        def between() -> None:
+            if abandoned():
+                raise StepAbandoned
+
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
-        if self._fused is not None and self._fused.fits(len(token_ids)):
-            return self._fused(x, cache, meta)
+        if self._fused is not None and self._fused.fits(len(token_ids), cache):
+            return self._fused(x, cache, meta, between)
         step = self._step_context(cache, meta, states)
         if weights.altup is not None:
-            x = self._through_streams(weights.altup, token_ids, x, step, abandoned)
+            x = self._through_streams(weights.altup, token_ids, x, step, between)
         else:
             for layer in weights.layers:
-                if abandoned():
-                    raise StepAbandoned
+                between()
                 x += self._mixed(layer, ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step)
                 if layer.mlp is not None:
                     x += layer.mlp(x, config, ops)
@@ -214,14 +218,13 @@ class DecoderModel:
         return self._operations.rms_norm(mixed, layer.post_norm, self.config.rms_norm_eps)
 
     def _through_streams(
-        self, altup: AltUp, token_ids: Tensor, x: Tensor, step: StepContext, abandoned: Callable[[], bool]
+        self, altup: AltUp, token_ids: Tensor, x: Tensor, step: StepContext, between: Callable[[], None]
     ) -> Tensor:
         """x [T, hidden] through all layers of a model of several streams; of these each layer runs on one."""
         ops, config, eps, sizes = self._operations, self.config, self.config.rms_norm_eps, altup.sizes
         own, streams = altup.own_inputs(token_ids, x, eps, ops), altup.streams(x)
         for index, layer in enumerate(self.weights.layers):
-            if abandoned():
-                raise StepAbandoned
+            between()
             assert layer.altup is not None and layer.mlp is not None
             predicted = layer.altup.predicted(streams, sizes, eps, ops)
             active = predicted[sizes.active]
