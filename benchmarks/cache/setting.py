@@ -42,7 +42,7 @@ class Setting:
 @contextmanager
 def running(setting: Setting, folder: Path, **options: Any) -> Iterator[LocalEngine]:
     """An engine on the benchmark's model, its data in `folder`; stopped, and its snapshots written, at the end."""
-    engine = LocalEngine(EngineConfig(data_dir=folder, model=str(setting.model), **options))
+    engine = LocalEngine(EngineConfig(data_dir=folder, model=str(setting.model), speculation="off", **options))
     engine.start()
     try:
         engine.wait_ready()

@@ -88,7 +88,11 @@ class Ours:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         config = EngineConfig(
-            Path("unused"), device=device.type, max_seq_len=setting.max_seq_len, block_size=BLOCK_SIZE
+            Path("unused"),
+            device=device.type,
+            max_seq_len=setting.max_seq_len,
+            block_size=BLOCK_SIZE,
+            speculation="off",
         )
         self._parts: EngineParts = assemble(config, self.model, plain_tokenizer(shape.vocab), shape.name)
         self.kv_format = self._parts.kv_format

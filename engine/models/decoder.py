@@ -116,6 +116,11 @@ class StepAbandoned(Exception):
     """Nobody wants the result of the step any more; what it stored lies past every `cache_pos`."""
 
 
+def _go_on(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise StepAbandoned
+
+
 class DecoderModel:
     """A loaded model. `dtype` is what it computes in, `weight_format` what its matrices are kept in."""
 
@@ -183,26 +188,21 @@ class DecoderModel:
     ) -> Tensor:
         """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token.
 
-        `states` holds the recurrent states of a model that has such, moved on by the step. Where layers run one by one,
-        raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
+        `states` holds the recurrent states of a model that has such, moved on by the step. Raises `StepAbandoned` as
+        soon as `abandoned()` is true between two layers; a step of few tokens does not ask.
         """
         ops, config, weights = self._operations, self.config, self.weights
-
-        def between() -> None:
-            if abandoned():
-                raise StepAbandoned
-
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         if self._fused is not None and self._fused.fits(len(token_ids), cache):
-            return self._fused(x, cache, meta, between)
+            return self._fused(x, cache, meta, lambda: _go_on(abandoned))
         step = self._step_context(cache, meta, states)
         if weights.altup is not None:
             x = self._through_streams(weights.altup, token_ids, x, step, between)
         else:
             for layer in weights.layers:
-                between()
+                _go_on(abandoned)
                 x += self._mixed(layer, ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step)
                 if layer.mlp is not None:
                     x += layer.mlp(x, config, ops)
@@ -224,7 +224,7 @@ class DecoderModel:
         ops, config, eps, sizes = self._operations, self.config, self.config.rms_norm_eps, altup.sizes
         own, streams = altup.own_inputs(token_ids, x, eps, ops), altup.streams(x)
         for index, layer in enumerate(self.weights.layers):
-            between()
+            _go_on(abandoned)
             assert layer.altup is not None and layer.mlp is not None
             predicted = layer.altup.predicted(streams, sizes, eps, ops)
             active = predicted[sizes.active]

@@ -12,7 +12,7 @@ from engine.batch import AttentionMetadata
 from engine.cuda_graph import padded_rows
 from engine.sampling.row_states import RowStates, needs_row
 from engine.sampling.sampler import SamplingState
-from engine.sampling.step import Forced, StepOutput, StepTokens
+from engine.sampling.step import Drafts, Forced, StepOutput, StepTokens
 from kernels.gpu.sample import sample, scratch_width
 from kernels.reference.sampling import NOT_FINITE, SETTINGS
 
@@ -48,8 +48,14 @@ class DeviceSampler:
         """
         return self._greedy, len(self._states().seen)
 
-    def prepare(self, requests: Sequence[SamplingState], forced: Forced) -> None:
-        """Send the settings of a step's rows on their way to the device; rows beyond them are padding."""
+    def verifies(self, state: SamplingState) -> bool:
+        """Whether several rows of this request may be drawn in one step: what earlier tokens of it count for is only
+        known once these are drawn."""
+        return self._draws(state, None) and not needs_row(state)
+
+    def prepare(self, requests: Sequence[SamplingState], forced: Forced, drafts: Drafts | None = None) -> None:
+        """Send the settings of a step's rows on their way to the device; rows beyond them are padding. Drafts belong to
+        requests that it `verifies`."""
         if not requests:
             return
         rows = [state if self._draws(state, forced[row]) else None for row, state in enumerate(requests)]
@@ -60,9 +66,11 @@ class DeviceSampler:
             self._own.keep(requests)
         self._make_room(wanting)
         self._values[:] = [_NEUTRAL.get(name, 0.0) for name in SETTINGS]
+        ahead = 0
         for row, state in enumerate(rows):
+            ahead = ahead + 1 if drafts is not None and drafts[row] is not None else 0
             if state is not None:
-                self._values[row] = self._settings_of(state)
+                self._values[row] = self._settings_of(state, ahead)
         self._settings.copy_(self._host, non_blocking=True)
 
     def launch(self, hidden: Tensor, logits: Tensor, meta: AttentionMetadata) -> Tensor:
@@ -89,7 +97,12 @@ class DeviceSampler:
         self._settings.copy_(self._host, non_blocking=True)
 
     def tokens(
-        self, drawn: Tensor, output: StepOutput, requests: Sequence[SamplingState], forced: Forced
+        self,
+        drawn: Tensor,
+        output: StepOutput,
+        requests: Sequence[SamplingState],
+        forced: Forced,
+        drafts: Drafts | None = None,
     ) -> StepTokens:
         """Wait for what `launch` returned: the step's one copy to the host."""
         values, count = drawn.tolist(), len(requests)
@@ -97,6 +110,8 @@ class DeviceSampler:
         tokens.drop(index for row, index in enumerate(output.wanted) if values[row] == NOT_FINITE)
         left = []
         for row, index in enumerate(output.wanted):
+            if drafts is not None and drafts[row] is not None and tokens.token_ids[row - 1] != drafts[row]:
+                continue
             if tokens.finite[index] and self._draws(requests[row], forced[row]):
                 tokens.token_ids[row] = values[row]
                 requests[row].accept(values[row])
@@ -113,11 +128,11 @@ class DeviceSampler:
         may_ban_all = len(params.logit_bias) == self._vocab_size
         return forced is None and params.top_logprobs is None and not state.hooks and not may_ban_all
 
-    def _settings_of(self, state: SamplingState) -> list[float]:
+    def _settings_of(self, state: SamplingState, ahead: int) -> list[float]:
         """In the order of `SETTINGS`."""
         params = state.params
         return [
-            state.next_uniform() if params.temperature else 0.0,
+            state.next_uniform(ahead) if params.temperature else 0.0,
             params.temperature,
             params.top_k,
             params.top_p,

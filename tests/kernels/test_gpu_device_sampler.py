@@ -139,6 +139,38 @@ def test_seeds_give_the_numbers_of_torch_past_those_made_ahead() -> None:
         agree(decode(sampler, logits, [ours]), Sampler().sample(logits, [theirs]))
 
 
+def test_rows_with_drafts_count_as_far_as_they_come_true() -> None:
+    """Each row has the random number of its own place in the reply; what did not come true is counted nowhere."""
+    kinds = [{"temperature": 0}, {"temperature": 1.5, "seed": 4}, {"temperature": 0.9, "seed": 5, "top_k": 20}]
+    ours, theirs = [[state(**kind) for kind in kinds] for _ in range(2)]
+    sampler = DeviceSampler(VOCAB, DEVICE, max_rows=8)
+    for step in range(6):
+        logits, owners = rows(8, step), (0, 0, 0, 1, 1, 1, 2, 2)
+        plain = [Sampler().sample(logits[row : row + 1], [state(**kinds[owner])]).token_ids[0] for row, owner in
+                 enumerate(owners)]  # fmt: skip
+        drafts = [None, plain[0], 7, None, plain[3], plain[4], None, 7]
+        expected = Sampler().sample(logits, [theirs[owner] for owner in owners], drafts=drafts)
+        requests = [ours[owner] for owner in owners]
+        meta, flat = make_metadata([(4, 1, [1, 2])] * 8).to(DEVICE), logits.to(DEVICE)
+        sampler.prepare(requests, [None] * 8, drafts)
+        drawn = sampler.launch(flat, flat.clone(), meta)
+        found = sampler.tokens(
+            drawn, StepOutput(flat, flat, meta.query_lens, tuple(range(8))), requests, [None] * 8, drafts
+        )
+        assert found.token_ids == expected.token_ids
+        assert found.token_ids[1] is not None and found.token_ids[2] is None
+    assert [one.reply_ids for one in ours] == [one.reply_ids for one in theirs]
+    assert ours[0].generated_count == 12
+
+
+def test_what_earlier_tokens_count_for_takes_no_drafts() -> None:
+    """The kernel learns of a reply's tokens step by step."""
+    sampler = DeviceSampler(VOCAB, DEVICE, max_rows=4)
+    assert sampler.verifies(state(temperature=0)) and sampler.verifies(state(temperature=0.7, top_p=0.9))
+    for kind in ({"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"top_logprobs": 1}):
+        assert not sampler.verifies(state(**kind))
+
+
 def test_a_bad_row_is_told_of_and_the_others_go_on() -> None:
     ours, theirs = [[state(temperature=0, presence_penalty=p) for p in (0.0, 1.0, 2.0)] for _ in range(2)]
     ours.append(state(temperature=0, top_logprobs=1))
