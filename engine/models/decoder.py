@@ -199,7 +199,7 @@ class DecoderModel:
             return self._fused(x, cache, meta, lambda: _go_on(abandoned))
         step = self._step_context(cache, meta, states)
         if weights.altup is not None:
-            x = self._through_streams(weights.altup, token_ids, x, step, between)
+            x = self._through_streams(weights.altup, token_ids, x, step, abandoned)
         else:
             for layer in weights.layers:
                 _go_on(abandoned)
@@ -218,7 +218,7 @@ class DecoderModel:
         return self._operations.rms_norm(mixed, layer.post_norm, self.config.rms_norm_eps)
 
     def _through_streams(
-        self, altup: AltUp, token_ids: Tensor, x: Tensor, step: StepContext, between: Callable[[], None]
+        self, altup: AltUp, token_ids: Tensor, x: Tensor, step: StepContext, abandoned: Callable[[], bool]
     ) -> Tensor:
         """x [T, hidden] through all layers of a model of several streams; of these each layer runs on one."""
         ops, config, eps, sizes = self._operations, self.config, self.config.rms_norm_eps, altup.sizes
