@@ -16,8 +16,8 @@ from engine.process_memory import Mapping, Range
 from engine.step_loop import StepLoop
 
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
-FRESH_S = 2.0
-"""A reading is not taken again sooner: it costs about 20 ms of one core."""
+FRESH_S = 4.0
+"""A reading is not taken again sooner: it costs about 50 ms of one core, most of them the system's."""
 EVERY_S = 5.0
 MOST_POINTS = 360
 HELD = ("weights", "kv", "states", "workspace")

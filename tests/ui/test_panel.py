@@ -23,7 +23,7 @@ def test_sections_show_what_the_engine_says(page):
     panel = with_panel(page)
     cached = len(page.chat.engine.caches[page.session])
     assert panel["cache"]["cache_pos"] == cached
-    assert sum(count for _, _, count, _, _ in panel["blocks"]) == cached and panel["audit"] is None
+    assert sum(count for _, _, count, *_ in panel["blocks"]) == cached and panel["audit"] is None
     assert [row[0] for row in panel["head"]] == list(range(10))
     assert [row[0] for row in panel["tail"]] == list(range(cached - 10, cached))
     assert len(panel["head"][0]) == 4 + 10 and panel["head"][1][2] == "Hello "

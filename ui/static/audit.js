@@ -138,10 +138,9 @@ export class AuditView {
 }
 
 // Shades that can be told from each other on light and dark ground.
-export function colour(value) {
-  if (value === null) return "rgb(140 80 220)";
-  if (value <= 1) return `rgb(33 150 135 / ${(0.12 + 0.6 * value).toFixed(3)})`;
-  return `rgb(211 55 45 / ${Math.min(1, 0.6 + 0.15 * Math.log10(value)).toFixed(3)})`;
+function colour(value) {
+  if (value === null) return [140, 80, 220, 1];
+  return value <= 1 ? [33, 150, 135, 0.12 + 0.6 * value] : [211, 55, 45, Math.min(1, 0.6 + 0.15 * Math.log10(value))];
 }
 
 function share(value) {

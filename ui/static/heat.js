@@ -3,11 +3,11 @@
 import { counted, h, number, setText } from "./dom.js";
 
 const CELL_HEIGHT = 5;
-const WIDTH = 384;
 
 export class Heat {
-  // `colour(value, layer, column)` of a cell, `tell(layer, column)` what stands below while it is pointed at, `rest()`
-  // what stands there otherwise, `label` what is drawn, `pick(layer, column)` for a click or Enter, if that does anything.
+  // `colour(value, layer, column)` of a cell as [red, green, blue, alpha], `tell(layer, column)` what stands below while
+  // it is pointed at, `rest()` what stands there otherwise, `label()` what is drawn, `pick(layer, column)` for a click or
+  // Enter, if that does anything.
   constructor({ colour, tell, rest, label, pick = null }) {
     Object.assign(this, { colour, tell, rest, label, pick });
     this.canvas = h("canvas", { tabindex: "0", role: "img" });
@@ -32,17 +32,17 @@ export class Heat {
     this.map.hidden = !values.length;
     this.point(null);
     if (!values.length) return;
-    const ratio = Math.max(1, Math.round(devicePixelRatio));
-    const width = Math.max(1, Math.floor(WIDTH / columns.length));
-    this.canvas.width = columns.length * width * ratio;
-    this.canvas.height = values.length * CELL_HEIGHT * ratio;
+    // A pixel per cell, which the style sheet enlarges: thousands of rectangles would hold the page up.
+    this.canvas.width = columns.length;
+    this.canvas.height = values.length;
     this.canvas.style.height = `${Math.max(60, values.length * CELL_HEIGHT)}px`;
     const context = this.canvas.getContext("2d");
-    context.scale(ratio, ratio);
+    const image = context.createImageData(columns.length, values.length);
     values.forEach((row, layer) => row.forEach((value, column) => {
-      context.fillStyle = this.colour(value, layer, column);
-      context.fillRect(column * width, layer * CELL_HEIGHT, width - (width > 3 ? 0.5 : 0), CELL_HEIGHT - 0.5);
+      const [red, green, blue, alpha] = this.colour(value, layer, column);
+      image.data.set([red, green, blue, Math.round(255 * alpha)], 4 * (layer * columns.length + column));
     }));
+    context.putImageData(image, 0, 0);
     const last = columns.at(-1)[1];
     ["layer 0", `layer ${number(values.length - 1)}`, `position ${number(columns[0][0])}`, number(last)].forEach((text, index) => setText(this.corners[index], text));
     this.canvas.setAttribute("aria-label", `${this.label()} of ${counted(values.length, "layer")} at positions up to ${number(last)}; arrow keys read them one by one`);

@@ -10,6 +10,7 @@ const WHAT = {
 };
 const COLUMNS = 192;
 const ALIKE = 0.99999;
+const EQUAL = [211, 55, 45, 1];
 
 export class Maps {
   constructor(tab) {
@@ -102,14 +103,12 @@ export class Maps {
 
   // Norms: how many times larger (orange) or smaller (teal) than the layer's median; likeness: the more, the darker.
   colour(value, layer, column) {
-    if (this.bad.has(`${layer},${column}`)) return "rgb(140 80 220)";
-    if (value === null) return "rgb(128 128 128 / .08)";
-    if (this.similar()) return value >= ALIKE ? "rgb(211 55 45)" : `rgb(33 150 135 / ${(0.05 + 0.75 * Math.max(0, value) ** 2).toFixed(3)})`;
-    const median = this.found.medians[layer];
-    if (!value) return "rgb(211 55 45)";
-    const steps = Math.log2(value / median);
-    const strength = Math.min(1, 0.1 + 0.45 * Math.abs(steps)).toFixed(3);
-    return steps > 0 ? `rgb(226 122 30 / ${strength})` : `rgb(33 150 135 / ${strength})`;
+    if (value === null) return this.bad.has(`${layer},${column}`) ? [140, 80, 220, 1] : [128, 128, 128, 0.08];
+    if (this.similar()) return value >= ALIKE ? EQUAL : [33, 150, 135, 0.05 + 0.75 * Math.max(0, value) ** 2];
+    if (!value) return EQUAL;
+    const steps = Math.log2(value / this.found.medians[layer]);
+    const strength = Math.min(1, 0.1 + 0.45 * Math.abs(steps));
+    return steps > 0 ? [226, 122, 30, strength] : [33, 150, 135, strength];
   }
 
   rest() {
