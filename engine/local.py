@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from engine.debugging import diagnosis, tokens
 from engine.debugging.audit import audit
 from engine.debugging.inject import inject
 from engine.debugging.quarantine import repair_cut
+from engine.debugging.trace_events import trace_events
 from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
@@ -32,6 +34,7 @@ from engine.protocol import (
     GenerateRequest,
     PrecisionQuery,
     ProbeQuery,
+    TimedSpan,
     TokenQuery,
 )
 from engine.sampling.beam import check_settings
@@ -100,12 +103,16 @@ class LocalEngine:
         try:
             lane = self._lane_for(request)
             check_fits(len(request.prompt_ids), lane.parts.max_seq_len)
-            self._bring_back(request.session_id, displacing=True)
+            began = time.perf_counter()
+            brought = self._bring_back(request.session_id, displacing=True)
             if lane is self._steps():
-                self._bring_frozen(request.prompt_ids, displacing=True)
+                brought |= self._bring_frozen(request.prompt_ids, displacing=True)
         except BaseException:
             self._unclaim(request.session_id)
             raise
+        if brought:
+            restore = TimedSpan("restore", began, time.perf_counter())
+            request = replace(request, before=(*request.before, restore))
         stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
         self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
@@ -213,6 +220,11 @@ class LocalEngine:
         self.restore(request.session_id)
         lane = self._steps(request.session_id)
         return self._run_job(inject(lane, lane.parts, request))
+
+    def trace(self, session_id: str) -> dict[str, Any]:
+        on_card = self._need_parts().model.device.type == "cuda"
+        turns = self._call(lambda: self._steps().timeline.turns(session_id))
+        return trace_events(session_id, turns, on_card)
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
@@ -386,17 +398,19 @@ class LocalEngine:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _bring_back(self, session_id: str | None, displacing: bool) -> None:
-        """Have a session that is only on disk in the pool before what is posted next."""
+    def _bring_back(self, session_id: str | None, displacing: bool) -> bool:
+        """Have a session that is only on disk in the pool before what is posted next; whether there was one."""
         if self._snapshots is not None and session_id is not None and self._state == "ok":
             lane = self._lane_of_stored(self._snapshots, session_id, displacing)
             if lane is not None:
-                self._snapshots.bring_back(session_id, displacing, lane, self._post)
+                return self._snapshots.bring_back(session_id, displacing, lane, self._post)
+        return False
 
-    def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> None:
-        """Have what is frozen of this prompt in the tree before what is posted next."""
-        if self._state == "ok":
-            self._frozen.bring_back(prompt_ids, displacing, self._steps(), self._call, self._post)
+    def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> bool:
+        """Have what is frozen of this prompt in the tree before what is posted next; whether there was something."""
+        if self._state != "ok":
+            return False
+        return self._frozen.bring_back(prompt_ids, displacing, self._steps(), self._call, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:
         """On the writer's thread."""

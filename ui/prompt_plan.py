@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,7 +10,7 @@ from datetime import datetime
 from engine.errors import KVScopeError
 from engine.local import LocalEngine
 from engine.prompt import FittedPrompt, fit_prompt
-from engine.protocol import ChatMessage
+from engine.protocol import ChatMessage, TimedSpan
 from engine.sampling.params import SamplingParams, check_vocabulary
 from sessions.models import Message, Session
 from ui.api.params import parse_params
@@ -21,11 +22,13 @@ REPLY_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A prompt that fits, and the ids of the messages it was made of (None for the system prompt and unsent text)."""
+    """A prompt that fits, the ids of the messages it was made of (None for the system prompt and unsent text), and when
+    it was rendered."""
 
     fitted: FittedPrompt
     message_ids: tuple[str | None, ...]
     params: SamplingParams
+    rendered: TimedSpan
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -65,6 +68,7 @@ class PromptPlanner:
         Raises `ContextOverflow` if it can't fit and `InvalidRequest` for settings that the model can't follow: before
         anything is stored.
         """
+        began = time.perf_counter()
         params = params or parse_params(session.params)
         check_vocabulary(params, int(self._engine.capabilities()["vocab_size"]))
         messages, message_ids = self._messages(session, path)
@@ -79,7 +83,8 @@ class PromptPlanner:
         first_kept = message_ids.index(kept_id) if kept_id is not None and kept_id in message_ids else None
         date = datetime.fromisoformat(session.prompt_date)
         fitted = fit_prompt(self._engine.tokenizer, messages, date, limit, reserve, first_kept)
-        return PromptPlan(fitted, tuple(message_ids), params)
+        rendered = TimedSpan("render", began, time.perf_counter())
+        return PromptPlan(fitted, tuple(message_ids), params, rendered)
 
     def history(self, session: Session, path: Sequence[Message]) -> tuple[int, ...]:
         """Ids of the branch `path` as its next prompt begins; none where there is nothing that could be rendered."""

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.debugging.timeline import TurnTrace
 from engine.debugging.tokens import check_query
+from engine.debugging.trace_events import trace_events
 from engine.errors import (
     Conflict,
     ContextOverflow,
@@ -201,6 +203,12 @@ class FakeEngine:
             raise Forbidden("The cache may not be damaged on purpose.")
         self.faults.append(request)
         return {"session_id": request.session_id, "kind": request.kind}
+
+    def trace(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        asked = [request for request in self.requests if request.session_id == session_id]
+        turns = [TurnTrace(request.request_id, request.before[-1].end, request.before) for request in asked]
+        return trace_events(session_id, turns)
 
     def memory(self) -> dict[str, Any]:
         self._check()
