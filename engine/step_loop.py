@@ -289,9 +289,9 @@ class StepLoop:
         else:
             times.sampled = time.perf_counter()
             self._commit(batch, tokens)
-        times.ended = time.perf_counter()
+        record = times.record(time.perf_counter())
         for trace, (decode, count) in shares.items():
-            trace.step(times, decode, count)
+            trace.step(record, decode, count)
         self.keeper.save_next(busy=True)
 
     def _shares(self, batch: ScheduledBatch) -> dict[TurnTrace, tuple[bool, int]]:

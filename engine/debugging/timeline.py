@@ -17,10 +17,14 @@ from engine.protocol import TimedSpan, TurnStats
 SESSIONS, TURNS = 64, 8
 """Sessions, and turns of each, that are remembered."""
 SLOTS = 128
+OPEN_STEPS = 64
+"""Steps that are added up in one go."""
 PARTS = ("schedule", "copy", "model", "sample", "detokenise")
 """Of a step, one after another. On a card "model" only launches and "sample" waits for the result."""
 _START, _END, _KIND, _STEPS, _TOKENS, _FIRST_PART = range(6)
 _WIDTH = _FIRST_PART + len(PARTS)
+StepRecord = tuple[float, float, float, float, float, float]
+"""Of a step: when it began and ended, and the seconds of each part but the last, which is each turn's own."""
 
 
 @dataclass(slots=True)
@@ -32,12 +36,21 @@ class StepTimes:
     copied: float = 0.0
     computed: float = 0.0
     sampled: float = 0.0
-    ended: float = 0.0
 
     def cut_short(self) -> None:
         """The step was given up while the model ran."""
         self.copied = max(self.copied, self.scheduled)
         self.computed = self.sampled = time.perf_counter()
+
+    def record(self, ended: float) -> StepRecord:
+        return (
+            self.began,
+            ended,
+            self.scheduled - self.began,
+            self.copied - self.scheduled,
+            self.computed - self.copied,
+            self.sampled - self.computed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +73,48 @@ class Steps:
         self._capacity = capacity
         self._used = 0
         self._steps_per_slot = [1, 1]
+        self._open: list[StepRecord] = []
+        self._open_limit, self._decode = 1, False
+        self._tokens, self._detokenise_s = 0, 0.0
 
-    def add(self, times: StepTimes, decode: bool, tokens: int, detokenise_s: float) -> None:
-        """Count one step into the newest slot, or into a new one."""
-        rows, at = self._rows, (self._used - 1) * _WIDTH
-        if not self._used or rows[at + _KIND] != decode or rows[at + _STEPS] >= self._steps_per_slot[decode]:
+    def add(self, record: StepRecord, decode: bool, tokens: int, detokenise_s: float) -> None:
+        """Count one step; the record may be shared by all turns of the step."""
+        if decode is not self._decode or len(self._open) >= self._open_limit:
+            self._close()
+            self._decode, self._open_limit = decode, min(self._steps_per_slot[decode], OPEN_STEPS)
+        self._open.append(record)
+        self._tokens += tokens
+        self._detokenise_s += detokenise_s
+
+    def _close(self) -> None:
+        """The open steps into the newest slot, or into a new one."""
+        rows, count = self._rows, len(self._open)
+        if not count:
+            return
+        at = (self._used - 1) * _WIDTH
+        limit = self._steps_per_slot[self._decode]
+        if not self._used or rows[at + _KIND] != self._decode or rows[at + _STEPS] + count > limit:
             if self._used == self._capacity:
                 self._make_room()
             at = self._used * _WIDTH
             self._used += 1
-            rows[at + _START], rows[at + _KIND] = times.began, decode
-            for index in range(at + _STEPS, at + _WIDTH):
-                rows[index] = 0.0
-        rows[at + _END] = times.ended
-        rows[at + _STEPS] += 1
-        rows[at + _TOKENS] += tokens
-        part = at + _FIRST_PART
-        rows[part] += times.scheduled - times.began
-        rows[part + 1] += times.copied - times.scheduled
-        rows[part + 2] += times.computed - times.copied
-        rows[part + 3] += times.sampled - times.computed
-        rows[part + 4] += detokenise_s
+            rows[at : at + _WIDTH] = array("d", bytes(8 * _WIDTH))
+            rows[at + _START], rows[at + _KIND] = self._open[0][0], self._decode
+        sums = (count, self._tokens, *map(sum, zip(*(record[2:] for record in self._open), strict=True)))
+        for field, value in enumerate((*sums, self._detokenise_s), start=at + _STEPS):
+            rows[field] += value
+        rows[at + _END] = self._open[-1][1]
+        self._open.clear()
+        self._tokens, self._detokenise_s = 0, 0.0
 
     def __iter__(self) -> Iterator[Slot]:
+        self._close()
         for at in range(0, self._used * _WIDTH, _WIDTH):
             start, end, kind, steps, tokens, *parts = self._rows[at : at + _WIDTH]
             yield Slot(start, end, bool(kind), int(steps), int(tokens), tuple(parts))
 
     def copy(self) -> Steps:
+        self._close()
         twin = Steps(self._capacity)
         twin._rows, twin._used, twin._steps_per_slot = self._rows[:], self._used, list(self._steps_per_slot)
         return twin
@@ -133,9 +160,9 @@ class TurnTrace:
         """Time of this turn within the step that runs now."""
         self._detokenise_s += seconds
 
-    def step(self, times: StepTimes, decode: bool, tokens: int) -> None:
+    def step(self, record: StepRecord, decode: bool, tokens: int) -> None:
         """A step with so many tokens of this turn is over."""
-        self.steps.add(times, decode, tokens, self._detokenise_s)
+        self.steps.add(record, decode, tokens, self._detokenise_s)
         self._detokenise_s = 0.0
 
     def copy(self) -> TurnTrace:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.debugging.timeline import PARTS, SESSIONS, SLOTS, TURNS, Steps, StepTimes, Timeline, TurnTrace
+from engine.debugging.timeline import PARTS, SESSIONS, SLOTS, TURNS, StepRecord, Steps, StepTimes, Timeline, TurnTrace
 from engine.debugging.trace_events import trace_events
 from engine.protocol import GenerateRequest, TimedSpan
 from engine.sampling.beam import BeamParams
@@ -24,9 +24,9 @@ from tests.support.engines import run, tiny_engine
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def step_at(began: float) -> StepTimes:
+def step_at(began: float) -> StepRecord:
     """Schedule 1, copy 2, model 3, sample 4, and 5 until the end."""
-    return StepTimes(began, began + 1, began + 3, began + 6, began + 10, began + 15)
+    return StepTimes(began, began + 1, began + 3, began + 6, began + 10).record(began + 15)
 
 
 def spans(trace: dict[str, Any], thread: int | None = None) -> list[dict[str, Any]]:
