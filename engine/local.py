@@ -103,16 +103,14 @@ class LocalEngine:
         try:
             lane = self._lane_for(request)
             check_fits(len(request.prompt_ids), lane.parts.max_seq_len)
-            began = time.perf_counter()
             brought = self._bring_back(request.session_id, displacing=True)
             if lane is self._steps():
                 brought |= self._bring_frozen(request.prompt_ids, displacing=True)
         except BaseException:
             self._unclaim(request.session_id)
             raise
-        if brought:
-            restore = TimedSpan("restore", began, time.perf_counter())
-            request = replace(request, before=(*request.before, restore))
+        looked = TimedSpan("restore" if brought else "prepare", submitted, time.perf_counter())
+        request = replace(request, before=(*request.before, looked))
         stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
         self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream

@@ -117,7 +117,7 @@ def test_the_spans_of_two_turns() -> None:
     engine.close()
     assert_nested(trace)
     json.dumps(trace, allow_nan=False)
-    assert names(trace, 1) == ["render"]
+    assert names(trace, 1) == ["render", "prepare", "prepare"]
     phases = [name for name in names(trace, 2) if name not in ("step", "queue", *PARTS)]
     assert phases == ["turn", "match", "prefill", "decode"] * 2
     first, second = (event for event in spans(trace) if event["name"] == "turn")
@@ -196,7 +196,7 @@ def test_a_session_that_is_read_from_disk_shows_it(tmp_path: Path) -> None:
     trace = engine.trace(session)
     engine.close()
     assert_nested(trace)
-    assert names(trace, 1) == ["restore"], "read and verified on the caller's thread, once"
+    assert names(trace, 1) == ["restore", "prepare"], "read and verified on the caller's thread, once"
     assert names(trace, 2).count("restore") == 1 and names(trace, 2).index("restore") < names(trace, 2).index("match")
 
 

@@ -1,10 +1,11 @@
-// The Debug tab: why a reply repeats itself, whether the cache is right, what the model thought of each token, what was
-// dropped and why. Nothing is asked for while the tab is not visible.
+// The Debug tab: why a reply repeats itself, whether the cache is right, what the model thought of each token, where the
+// time went, what was dropped and why. Nothing is asked for while the tab is not visible.
 
 import { counted, h, number, setText } from "./dom.js";
 import { AuditView } from "./audit.js";
 import { Diagnosis } from "./diagnosis.js";
 import { Misses } from "./misses.js";
+import { Timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
 
 const TAB = "Debug";
@@ -21,6 +22,7 @@ export class DebugTab {
     this.diagnosis = new Diagnosis(this);
     this.audit = new AuditView(this);
     this.tokens = new Tokens(this);
+    this.timeline = new Timeline(this);
     this.misses = new Misses(this);
     this.lights = h("ul", { class: "dots" });
     this.lightNote = h("p", { class: "quiet" });
@@ -31,6 +33,7 @@ export class DebugTab {
       section("Invariants", this.lights, this.lightNote),
       section("Audit", this.audit.root),
       section("Tokens", this.tokens.root),
+      section("Timeline", this.timeline.root),
       section("Misses", this.misses.root));
   }
 
@@ -66,7 +69,7 @@ export class DebugTab {
   // Another chat.
   clear() {
     this.chosen = null;
-    for (const part of [this.diagnosis, this.audit, this.tokens, this.misses]) part.clear();
+    for (const part of [this.diagnosis, this.audit, this.tokens, this.timeline, this.misses]) part.clear();
     this.drawReplies();
     this.drawLights(null);
   }
@@ -100,6 +103,7 @@ export class DebugTab {
     this.drawReplies();
     this.diagnosis.show(reply);
     this.tokens.show(reply);
+    this.timeline.show(reply);
     this.misses.show(reply);
     this.audit.drawState();
   }
