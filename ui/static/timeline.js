@@ -109,7 +109,8 @@ export class Timeline {
   bar(span, start, end, scale) {
     const left = Math.max(span.start, start);
     const wide = (Math.min(span.end, end) - left) * scale;
-    const node = h("i", { class: `t-${span.name.replace(/^\d+ steps$/, "step")}`, "data-span": span.index }, wide >= LABEL_PX ? label(span) : "");
+    const kind = span.name.replace(/^\d+ steps$/, "step");
+    const node = h("i", { class: `t-${kind}${wide < 3 ? " thin" : ""}`, "data-span": span.index }, wide >= LABEL_PX ? label(span) : "");
     Object.assign(node.style, { left: `${100 * (left - start) / (end - start)}%`, width: `${wide}px`, top: `${25 * span.depth}%` });
     return node;
   }
