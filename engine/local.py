@@ -273,6 +273,10 @@ class LocalEngine:
         if self._state == "ok":
             self._call(lambda: self._steps().forget_prefix(ids))
 
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        """That of the lane for this format, else of the engine's own."""
+        return (self._all().find(kv_format) or self._steps()).fingerprint()
+
     def capabilities(self) -> dict[str, Any]:
         limit = 0 if self._snapshots is None else self._snapshots.store.limit
         found = self._need_parts().capabilities()
@@ -307,6 +311,7 @@ class LocalEngine:
             self._parts = self._load(self._config)
             submit = self._snapshots.submit if self._snapshots is not None else None
             self._lanes = Lanes(StepLoop(self._parts, ram_limit(self._config, self._parts), submit))
+            self._steps().fingerprint()  # its digests are computed once: now, and not within the first turn
             self._frozen.look(self._steps().fingerprint)
         except BaseException as error:
             self._failure = error

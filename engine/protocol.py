@@ -326,6 +326,10 @@ class ChatEngine(Protocol):
         """Counters and histograms since start, for `GET /metrics` and the panel."""
         ...
 
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        """What has to be equal for ids and caches to mean the same, by names fit for a sentence."""
+        ...
+
     def capabilities(self) -> dict[str, Any]:
         """Model name, device, dtype, KV format, `max_seq_len`, `block_size`, layer and head counts, warnings.
 

@@ -337,7 +337,7 @@ class ChatService:
             self._turn_over(session.id)
             turn.close(error)
             raise
-        made_by = self._planner.made_by(params)
+        made_by = self._planner.made_by(request, reply.id)
         record(self.store, turn, stream, made_by, lambda: self._turn_over(session.id))
         return turn
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from engine.errors import KVScopeError
 from engine.local import LocalEngine
 from engine.prompt import FittedPrompt, fit_prompt
-from engine.protocol import ChatMessage, TimedSpan
+from engine.protocol import ChatMessage, GenerateRequest, TimedSpan
 from engine.sampling.params import SamplingParams, check_vocabulary
-from sessions.models import Message, Session
+from sessions.models import Message, Session, TurnInput
 from ui.api.params import parse_params
 from ui.recorder import MadeBy
 
@@ -46,10 +46,15 @@ class PromptPlanner:
     def model_name(self) -> str:
         return str(self._engine.capabilities()["model"])
 
-    def made_by(self, params: SamplingParams) -> MadeBy:
-        """Of a reply with these settings."""
+    def made_by(self, request: GenerateRequest, message_id: str) -> MadeBy:
+        """Of the reply `message_id` to a request that the engine has taken."""
         known = self._engine.capabilities()
-        return MadeBy(str(known["model"]), str(params.kv_format or known["kv_format"]))
+        kv_format = str(request.params.kv_format or known["kv_format"])
+        beams = asdict(request.beams) if request.beams.searches else {}
+        fingerprint = self._engine.fingerprint(kv_format)
+        return MadeBy(
+            str(known["model"]), TurnInput(message_id, request.prompt_ids, kv_format, beams, dict(fingerprint))
+        )
 
     @property
     def context_limit(self) -> int:

@@ -221,6 +221,9 @@ class FakeEngine:
             "kv_reserved_bytes": 1000, "kv_empty_bytes": 250, "kv_ram_bytes": 30, "kv_disk_bytes": 40,
         }  # fmt: skip
 
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        return {"weights": self.name, "KV format": kv_format}
+
     def capabilities(self) -> dict[str, Any]:
         self._check()
         size = self.tokenizer.vocab_size
