@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def engine_config(options: argparse.Namespace, session: RecordedSession) -> EngineConfig:
-    """The options, with KV format and block size as recorded."""
+    """The options, with block size, and the format of chats that asked for none, as recorded."""
     first = session.typical
     size = str(first.fingerprint.get("block size", ""))
     return EngineConfig(
@@ -58,7 +58,7 @@ def engine_config(options: argparse.Namespace, session: RecordedSession) -> Engi
         model=options.model,
         device=options.device,
         dtype=options.dtype,
-        kv_format=first.params.kv_format or "auto",
+        kv_format=(first.params.kv_format if first.default_format else None) or "auto",
         max_seq_len=options.max_seq_len,
         block_size=int(size) if size.isascii() and size.isdecimal() and 0 < int(size[:5]) <= 1024 else 16,
         snapshot_limit=0,
@@ -70,31 +70,25 @@ def engine_config(options: argparse.Namespace, session: RecordedSession) -> Engi
 
 def run_again(engine: LocalEngine, sessions: Sequence[RecordedSession]) -> dict[str, Any]:
     """Print each turn's outcome; the numbers of the JSON line."""
-    parted: list[dict[str, Any]] = []
+    began, parted = time.perf_counter(), []
     count = {"turns": 0, "skipped": 0, "tokens": 0, "reused_tokens": 0, "recorded_reused_tokens": 0}
-    began = time.perf_counter()
-    for session in sessions:
-        print(f"\n{session.name}")
-        rows: list[tuple[object, ...]] = [
-            (turn.number, len(turn.prompt_ids), "", "", f"skipped: {turn.skipped}")
-            for turn in session.turns
-            if turn.skipped
-        ]
-        for outcome in rerun(engine, session):
-            turn, stats = outcome.turn, outcome.stats
-            reused, then = stats.reused_tokens if stats is not None else 0, turn.stats.get("reused_tokens")
-            rows.append((turn.number, len(turn.prompt_ids), then, reused, outcome.sentence))
-            count["turns"] += 1
-            count["tokens"] += len(turn.reply_ids)
-            count["reused_tokens"] += reused
-            count["recorded_reused_tokens"] += then if isinstance(then, int) else 0
-            if outcome.parted is not None:
-                parted.append({"file": session.name, "turn": turn.number, "token": outcome.parted})
-        count["skipped"] += len(session.turns) - len(session.usable)
-        print_table(
-            ("turn", "prompt", "reused then", "now", "reply"), sorted(rows, key=lambda row: str(row[0]).zfill(9))
-        )
-    return {**count, "same": count["turns"] - len(parted), "parted": parted, "seconds": time.perf_counter() - began}
+    rows = []
+    for session, outcome in rerun(engine, sessions):
+        turn, then = outcome.turn, outcome.turn.stats.get("reused_tokens")
+        now = outcome.stats.reused_tokens if outcome.stats is not None else None
+        rows.append((session.name, turn.number, len(turn.prompt_ids), then, now, outcome.sentence))
+        if turn.skipped is not None:
+            count["skipped"] += 1
+            continue
+        count["turns"] += 1
+        count["tokens"] += len(turn.reply_ids)
+        count["reused_tokens"] += now or 0
+        count["recorded_reused_tokens"] += then if isinstance(then, int) else 0
+        if outcome.parted is not None:
+            parted.append({"file": session.name, "turn": turn.number, "token": outcome.parted})
+    print_table(("file", "turn", "prompt", "reused then", "now", "reply"), rows)
+    seconds = round(time.perf_counter() - began, 3)
+    return {**count, "same": count["turns"] - len(parted), "parted": parted, "seconds": seconds}
 
 
 def run_as_load(engine: LocalEngine, sessions: Sequence[RecordedSession], speed: float, gap_s: float) -> dict[str, Any]:

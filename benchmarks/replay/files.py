@@ -105,7 +105,8 @@ def fits(turn: RecordedTurn, fingerprint: Callable[[str], Mapping[str, str]]) ->
 def differences(turn: RecordedTurn, fingerprint: Callable[[str], Mapping[str, str]]) -> list[str]:
     """What else was different when a turn was recorded, by name."""
     now = fingerprint(turn.params.kv_format or "")
-    return [key for key in now if turn.fingerprint.get(key) != now[key]]
+    compared = now if turn.default_format else now.keys() - {"KV format"}
+    return [key for key in compared if turn.fingerprint.get(key) != now[key]]
 
 
 def _turns(name: str, tree: SessionTree) -> tuple[RecordedTurn, ...]:

@@ -1,9 +1,9 @@
-"""A recorded session once more, turn by turn on a cache of its own: the same ids, or the token at which they part."""
+"""Recorded sessions once more, turn by turn on a cache of their own: the same ids, or the token at which they part."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.replay.files import RecordedSession, RecordedTurn
@@ -24,23 +24,49 @@ class Outcome:
     sentence: str
     stats: TurnStats | None = None
 
-    @property
-    def failed(self) -> bool:
-        return self.parted is not None
 
+def rerun(engine: LocalEngine, sessions: Sequence[RecordedSession]) -> Iterator[tuple[RecordedSession, Outcome]]:
+    """Turns of all sessions in the order in which they were asked for; of those that can't be made again the outcome
+    only says why.
 
-def rerun(engine: LocalEngine, session: RecordedSession) -> Iterator[Outcome]:
-    """Turns in their order; those that can't be made again are passed over.
-
-    Prompts are the recorded ones, so a turn that parts does not change what follows. Where a turn had found an empty
-    cache it finds one now.
+    Prompts are the recorded ones, and behind a turn that parted the cache is brought to what it was: each turn is
+    judged by itself.
     """
-    session_id = str(uuid.uuid4())
-    for turn in session.usable:
-        if turn.stats.get("reused_tokens") == 0:
-            engine.release(session_id)
-        yield _run(engine, session_id, turn)
-    engine.release(session_id)
+    names = [str(uuid.uuid4()) for _ in sessions]
+    turns = [(turn.asked, index, turn) for index, session in enumerate(sessions) for turn in session.turns]
+    for _, index, turn in sorted(turns, key=lambda item: (item[0], item[1], item[2].number)):
+        if turn.skipped is not None:
+            outcome = Outcome(turn, None, f"skipped: {turn.skipped}")
+        else:
+            outcome = _run(engine, names[index], turn)
+            if outcome.parted is not None and outcome.stats is not None:
+                _follow(engine, names[index], turn)
+        yield sessions[index], outcome
+
+
+def _prepare_cache(engine: LocalEngine, session_id: str, turn: RecordedTurn) -> None:
+    """What a turn computes decides on rounding: it is to find as much in the cache as it did, an empty one, or a
+    beginning that another session had computed."""
+    then = turn.stats.get("reused_tokens")
+    if not isinstance(then, int):
+        return
+    if then == 0:
+        engine.release(session_id)
+    elif then > engine.cached_prefix(session_id, turn.prompt_ids):
+        # As long as the prompt, so that the step is one of its kind, but with another end.
+        rest = turn.prompt_ids[then:]
+        other = tuple((token_id + 1) % engine.capabilities()["vocab_size"] for token_id in rest)
+        params = replace(replay_params(engine, turn), temperature=0, max_tokens=1)
+        for _ in engine.generate(GenerateRequest((*turn.prompt_ids[:then], *other), params)):
+            pass
+
+
+def _follow(engine: LocalEngine, session_id: str, turn: RecordedTurn) -> None:
+    """Have the recorded reply in the session's cache."""
+    if turn.reply_ids:
+        params = replace(replay_params(engine, turn), stop=(), ignore_eos=True, max_tokens=len(turn.reply_ids))
+        for _ in engine.generate(GenerateRequest(turn.prompt_ids, params, session_id, forced_ids=turn.reply_ids)):
+            pass
 
 
 def replay_params(engine: LocalEngine, turn: RecordedTurn) -> SamplingParams:
@@ -52,6 +78,7 @@ def replay_params(engine: LocalEngine, turn: RecordedTurn) -> SamplingParams:
 
 def _run(engine: LocalEngine, session_id: str, turn: RecordedTurn) -> Outcome:
     try:
+        _prepare_cache(engine, session_id, turn)
         request = GenerateRequest(turn.prompt_ids, replay_params(engine, turn), session_id, beams=turn.beams)
         last = list(engine.generate(request))[-1]
     except KVScopeError as error:

@@ -98,6 +98,19 @@ def test_every_turn_gives_the_same_ids(data: Data, tmp_path: Path, capsys: pytes
     assert out.count("same ") == 6 and "other than now" not in out
 
 
+def test_what_another_session_had_computed_is_found_again(
+    recorded: list[Data], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [written(tmp_path, item, f"{index}.json") for index, item in enumerate(recorded)]
+    (shared,) = [turn["stats"] for turn in recorded[1]["turns"] if turn["message_id"] == reply(recorded[1], 1)["id"]]
+    assert shared["reused_tokens"] > 0, "its first prompt begins as one of the other session's"
+    for files in (paths[1:], paths):
+        assert main(files, loader()) == 0
+        found = result(capsys)[1]
+        assert found["same"] == found["turns"] == 6 * len(files)
+        assert found["reused_tokens"] == found["recorded_reused_tokens"]
+
+
 @pytest.mark.parametrize("kind", ["bamba", "gemma3"])
 def test_also_with_states_and_windows(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_chat(tmp_path, kind=kind) as chat:
