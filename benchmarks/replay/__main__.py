@@ -114,11 +114,11 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], EngineParts]
     engine.start()
     try:
         engine.wait_ready()
-        sessions = [session.fitting(engine.fingerprint) for session in sessions]
+        known = engine.capabilities()
+        sessions = [session.fitting(engine.fingerprint, known["vocab_size"]) for session in sessions]
         other = sorted({key for session in sessions for key in differences(session.typical, engine.fingerprint)})
         if other:
             print(f"When this was recorded, other than now: {', '.join(other)}.")
-        model = engine.capabilities()["model"]
         if options.load:
             found = run_as_load(engine, sessions, options.speed, options.max_gap)
         else:
@@ -126,7 +126,8 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], EngineParts]
     finally:
         engine.close()
     print_json(
-        "replay", {"model": model, "files": [session.name for session in sessions], "load": options.load, **found}
+        "replay",
+        {"model": known["model"], "files": [session.name for session in sessions], "load": options.load, **found},
     )
     return 1 if found.get("parted") or found.get("failed") else 0
 

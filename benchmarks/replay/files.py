@@ -54,9 +54,9 @@ class RecordedSession:
     name: str
     turns: tuple[RecordedTurn, ...]
 
-    def fitting(self, fingerprint: Callable[[str], Mapping[str, str]]) -> RecordedSession:
+    def fitting(self, fingerprint: Callable[[str], Mapping[str, str]], vocab_size: int) -> RecordedSession:
         """With turns of other weights, or of another tokenizer, marked as skipped; `fingerprint` is that of what runs
-        now, by KV format. Raises `BadFile` if none is left."""
+        now, by KV format. Raises `BadFile` if none is left, or if one has ids that the model does not have."""
         turns = [
             turn if turn.skipped or fits(turn, fingerprint) else replace(turn, skipped="another model made it")
             for turn in self.turns
@@ -64,6 +64,9 @@ class RecordedSession:
         if all(turn.skipped for turn in turns):
             made_by = self.usable[0].model
             raise BadFile(f"{self.name} was recorded with other weights ({made_by}); name them with --model.")
+        for turn in turns:
+            if turn.skipped is None and max((*turn.prompt_ids, *turn.reply_ids)) >= vocab_size:
+                raise BadFile(f"{self.name}: turn {turn.number} has token ids that the model does not have.")
         return replace(self, turns=tuple(turns))
 
     @property

@@ -184,6 +184,10 @@ BAD: dict[str, tuple[Callable[[Data], Any], str]] = {
     "settings": (lambda d: reply(d, 2)["params"].update(top_p=7) or d, "turn 2 has settings that make no sense."),
     "format": (lambda d: d["inputs"][0].update(kv_format="x") or d, "turn 1 has settings that make no sense."),
     "beams": (lambda d: d["inputs"][0].update(beams={"num_beams": 99}) or d, "turn 1 has settings that make no sense."),
+    "ids": (
+        lambda d: reply(d, 2)["token_ids"].append(10**6) or d,
+        "session.json: turn 2 has token ids that the model does not have.",
+    ),
     "weights": (
         lambda d: [item["fingerprint"].update(weights="w") for item in d["inputs"]] and d,
         "was recorded with other weights (tiny); name them with --model.",
