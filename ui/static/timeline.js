@@ -4,7 +4,7 @@ import { counted, duration, h, icon, number, setText } from "./dom.js";
 import { trace, traceLink } from "./net.js";
 
 const ROWS = 4;
-const THINNEST_PX = 0.6;
+const THIN_PX = 2; // the least width of a bar
 const LABEL_PX = 28;
 const BETWEEN = 0.012; // of the whole, between two turns
 const CALLER = 1;
@@ -97,8 +97,7 @@ export class Timeline {
     const width = this.chart.clientWidth;
     if (!width || end <= start) return;
     const scale = width / (end - start);
-    const seen = this.spans.filter((span) => span.end > start && span.start < end && (span.end - span.start) * scale >= THINNEST_PX);
-    this.chart.replaceChildren(...seen.map((span) => this.bar(span, start, end, scale)));
+    this.chart.replaceChildren(...this.bars(start, end, scale).map((span) => this.bar(span, start, end, scale)));
     this.out.hidden = !this.zooms.length;
     setText(this.axis[0], this.clock(start));
     setText(this.axis[1], precise(end - start));
@@ -106,9 +105,21 @@ export class Timeline {
     this.point(this.at);
   }
 
+  // What is drawn: every span that is wide enough, and of thin ones the longest in each place.
+  bars(start, end, scale) {
+    const places = new Map();
+    return this.spans.filter((span) => span.end > start && span.start < end).filter((span) => {
+      if ((span.end - span.start) * scale >= THIN_PX) return true;
+      const place = `${span.depth} ${Math.floor((span.start - start) * scale / THIN_PX)}`;
+      const other = places.get(place);
+      if (!other || span.end - span.start > other.end - other.start) places.set(place, span);
+      return false;
+    }).concat(...places.values()).sort((one, other) => one.index - other.index);
+  }
+
   bar(span, start, end, scale) {
     const left = Math.max(span.start, start);
-    const wide = (Math.min(span.end, end) - left) * scale;
+    const wide = Math.max((Math.min(span.end, end) - left) * scale, THIN_PX);
     const kind = span.name.replace(/^\d+ steps$/, "step");
     const node = h("i", { class: `t-${kind}${wide < 3 ? " thin" : ""}`, "data-span": span.index }, wide >= LABEL_PX ? label(span) : "");
     Object.assign(node.style, { left: `${100 * (left - start) / (end - start)}%`, width: `${wide}px`, top: `${25 * span.depth}%` });
