@@ -82,8 +82,8 @@ class _Writer:
         steps, tokens = sum(slot.steps for slot in slots), sum(slot.tokens for slot in slots)
         yield self._event(name, slots[0].start, slots[-1].end, ENGINE, steps=steps, tokens=tokens)
         for slot in slots:
-            label = "step" if slot.steps == 1 else f"{slot.steps} steps"
-            yield self._event(label, slot.start, slot.end, ENGINE, steps=slot.steps, tokens=slot.tokens)
+            name = "step" if slot.steps == 1 else "steps"
+            yield self._event(name, slot.start, slot.end, ENGINE, steps=slot.steps, tokens=slot.tokens)
             at = slot.start
             # Of several steps the parts are sums, drawn one after another.
             for part, seconds in zip(self._parts, slot.parts, strict=True):

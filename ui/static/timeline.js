@@ -120,8 +120,7 @@ export class Timeline {
   bar(span, start, end, scale) {
     const left = Math.max(span.start, start);
     const wide = Math.max((Math.min(span.end, end) - left) * scale, THIN_PX);
-    const kind = span.name.replace(/^\d+ steps$/, "step");
-    const node = h("i", { class: `t-${kind}${wide < 3 ? " thin" : ""}`, "data-span": span.index }, wide >= LABEL_PX ? label(span) : "");
+    const node = h("i", { class: `t-${span.name}${wide < 3 ? " thin" : ""}`, "data-span": span.index }, wide >= LABEL_PX ? label(span) : "");
     Object.assign(node.style, { left: `${100 * (left - start) / (end - start)}%`, width: `${wide}px`, top: `${25 * span.depth}%` });
     return node;
   }
@@ -222,7 +221,7 @@ export function layOut(events) {
   return spans;
 }
 
-const label = (span) => LABELS[span.name] ?? span.name;
+const label = (span) => span.name === "steps" ? counted(span.args.steps, "step") : LABELS[span.name] ?? span.name;
 
 function share(span, whole) {
   const part = 100 * (Math.min(span.end, whole.end) - Math.max(span.start, whole.start)) / (whole.end - whole.start);
