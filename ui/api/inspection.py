@@ -1,5 +1,5 @@
 """Routes that look: health, chat template (which may be changed), tokens of a text, cache, its snapshot (which may be
-written), where its turns' time went, memory, counters."""
+written), memory, counters."""
 
 from __future__ import annotations
 
@@ -58,13 +58,6 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     async def snapshot(session_id: str) -> Response:
         session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.snapshot_info, session_id))
-
-    @api.get("/api/sessions/{session_id}/trace")
-    async def trace(session_id: str) -> Response:
-        session_id = await known_session(chat, session_id)
-        name = f"kvscope-{session_id[:8]}.trace.json"
-        found = await asyncio.to_thread(chat.engine.trace, session_id)
-        return Json(found, headers={"content-disposition": f'attachment; filename="{name}"'})
 
     @api.get("/api/sessions/{session_id}/cache/probe")
     async def probe(
