@@ -1,4 +1,4 @@
-"""Routes of the debugging view: the tokens of a reply, whose fault a loop is, where the time of turns went."""
+"""Routes of the debugging view: the tokens of a reply, and whose fault a loop is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from engine.protocol import TokenQuery
 from ui.api.bodies import Json, checked_uuid, optional, read_object
-from ui.api.inspection import known_session
 from ui.chat import ChatService
 from ui.debugging import Debugging
 
@@ -54,13 +53,6 @@ def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
     @api.post("/api/sessions/{session_id}/diagnose/stop")
     async def stop(session_id: str) -> Response:
         return Json({"stopped": debugging.stop(checked_uuid(session_id))})
-
-    @api.get("/api/sessions/{session_id}/trace")
-    async def trace(session_id: str) -> Response:
-        session_id = await known_session(chat, session_id)
-        name = f"kvscope-{session_id[:8]}.trace.json"
-        found = await asyncio.to_thread(chat.engine.trace, session_id)
-        return Json(found, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
 def _ids(session_id: str, message_id: Any) -> tuple[str, str | None]:
