@@ -176,8 +176,13 @@ class DecoderModel:
         raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
         """
         ops, config, weights = self._operations, self.config, self.weights
-        if self._fused is not None and self._fused.fits(len(token_ids)):
-            return self._fused(weights.embedding(token_ids), cache, meta)
+        if self._fused is not None and self._fused.fits(len(token_ids), cache):
+
+            def between() -> None:
+                if abandoned():
+                    raise StepAbandoned
+
+            return self._fused(weights.embedding(token_ids), cache, meta, between)
         step = self._step_context(cache, meta, states)
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:

@@ -1,8 +1,6 @@
-"""Vector code that numba has no words for: dot products over quantised blocks, exp, atomics.
+"""Vector code that numba has no words for: memory by address, exp, atomics, calls.
 
 Each intrinsic takes addresses and sizes as int64 and is written as LLVM vector code, which LLVM fits to the processor.
-A weight row is its GGUF blocks of 32 as they lie in a file: Q4_0 = scale, 16 bytes of nibbles; Q4_1 = scale, minimum,
-nibbles; Q8_0 = scale, 32 int8. Scales and minima are float16; byte j of the nibbles holds elements j and j + 16.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 Q4_0, Q4_1, Q8_0 = 0, 1, 2
-BLOCK_BYTES = (18, 20, 34)
-ROW_TILE = 4
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -85,89 +81,49 @@ def sum_of(b: Any, vector: Value) -> Value:
     return b.extract_element(vector, ir.Constant(I32, 0))
 
 
+def max_of(b: Any, vector: Value) -> Value:
+    """NaN among the lanes may be passed over."""
+    while vector.type.count > 1:
+        low, high = _half(b, vector, False), _half(b, vector, True)
+        vector = b.select(b.fcmp_ordered(">", low, high), low, high)
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
 def variable(b: Any, value: Value) -> Value:
     place = cgutils.alloca_once(b, value.type)
     b.store(value, place)
     return place
 
 
-def _block(b: Any, address: Value, fmt: int) -> tuple[Value, Value | None, Value, Value]:
-    """Scale, minimum (None for Q8_0) and the 32 codes as two float vectors of 16."""
-    scale = b.fpext(load(b, address, F16), F32)
-    ints = ir.VectorType(I32, 16)
-    if fmt == Q8_0:
-        codes = [load(b, plus(b, address, 2 + 16 * i), ir.VectorType(I8, 16)) for i in range(2)]
-        return scale, None, *(b.sitofp(b.sext(part, ints), V16) for part in codes)
-    minimum = b.fpext(load(b, plus(b, address, 2), F16), F32) if fmt == Q4_1 else b.fmul(scale, ir.Constant(F32, -8.0))
-    codes = load(b, plus(b, address, BLOCK_BYTES[fmt] - 16), ir.VectorType(I8, 16))
-    low, high = b.and_(codes, constant(15, codes.type)), b.lshr(codes, constant(4, codes.type))
-    return scale, minimum, *(b.sitofp(b.zext(part, ints), V16) for part in (low, high))
-
-
-def _dot(fmt: int, rows: int) -> Any:
-    @emits("iiiiiii")
-    def dot(
-        b: Any, blocks: Value, groups: Value, x: Value, x_stride: Value, sums: Value, sums_stride: Value, out: Value
-    ) -> None:
-        """out[r] = weight row · x row r, for `rows` rows of x; `sums` holds the sum of each 32 elements of x."""
-        zero = ir.Constant(F32, 0.0)
-        totals = [variable(b, constant(0.0, V16)) for _ in range(rows)]
-        minima = [variable(b, zero) for _ in range(rows)]
-        with cgutils.for_range(b, groups, intp=I64) as loop:
-            scale, minimum, low, high = _block(b, plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
-            scales = splat(b, scale, 16)
-            for row in range(rows):
-                at = plus(b, plus(b, x, loop.index, 128), b.mul(x_stride, ir.Constant(I64, row)))
-                part = b.fmul(low, load(b, at, V16))
-                part = fma(b, high, load(b, plus(b, at, 64), V16), part)
-                b.store(fma(b, scales, part, b.load(totals[row])), totals[row])
-                if minimum is not None:
-                    at = plus(b, plus(b, sums, loop.index, 4), b.mul(sums_stride, ir.Constant(I64, row)))
-                    b.store(fma(b, minimum, load(b, at, F32), b.load(minima[row])), minima[row])
-        for row in range(rows):
-            store(b, b.fadd(sum_of(b, b.load(totals[row])), b.load(minima[row])), plus(b, out, 4 * row))
-
-    return dot
-
-
-def _dequantise(fmt: int) -> Any:
-    @emits("iii")
-    def dequantise(b: Any, blocks: Value, groups: Value, out: Value) -> None:
-        """A weight row as float32."""
-        with cgutils.for_range(b, groups, intp=I64) as loop:
-            scale, minimum, *codes = _block(b, plus(b, blocks, loop.index, BLOCK_BYTES[fmt]), fmt)
-            for i, part in enumerate(codes):
-                value = b.fmul(splat(b, scale, 16), part)
-                if minimum is not None:
-                    value = b.fadd(value, splat(b, minimum, 16))
-                store(b, value, plus(b, plus(b, out, loop.index, 128), 64 * i))
-
-    return dequantise
-
-
 # exp(r) for |r| <= ln(2) / 2, Taylor terms from the highest; the error stays below 2e-7 of the value.
 _EXP_TERMS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+
+
+def exp(b: Any, x: Value) -> Value:
+    """exp of a vector of 8; 0 below -87, infinity above 88, NaN stays NaN."""
+    ints = ir.VectorType(I32, 8)
+    floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(V8, [V8]), "llvm.floor.v8f32")
+    tiny, huge = (b.fcmp_ordered(sign, x, constant(bound, V8)) for sign, bound in (("<", -87.0), (">", 88.0)))
+    x = b.select(tiny, constant(-87.0, V8), b.select(huge, constant(88.0, V8), x))
+    turns = b.call(floor, (fma(b, x, constant(1.4426950408889634, V8), constant(0.5, V8)),))
+    rest = fma(b, turns, constant(-0.693359375, V8), x)
+    rest = fma(b, turns, constant(2.12194440e-4, V8), rest)
+    value = constant(_EXP_TERMS[0], V8)
+    for term in _EXP_TERMS[1:]:
+        value = fma(b, value, rest, constant(term, V8))
+    power = b.shl(b.add(b.fptosi(turns, ints), constant(127, ints)), constant(23, ints))
+    value = b.select(tiny, constant(0.0, V8), b.fmul(value, b.bitcast(power, V8)))
+    return b.select(huge, constant(float("inf"), V8), value)
 
 
 @emits("iif", types.float32)
 def exp_sum(b: Any, values: Value, count: Value, largest: Value) -> Value:
     """values[i] = exp(values[i] - largest) in place, `count` a multiple of 8; returns their sum. NaN stays NaN."""
-    ints = ir.VectorType(I32, 8)
     total = variable(b, constant(0.0, V8))
-    floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(V8, [V8]), "llvm.floor.v8f32")
+    b.store(constant(0.0, V8), total)
     with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
         place = plus(b, values, loop.index, 32)
-        x = b.fsub(load(b, place, V8), splat(b, largest, 8))
-        tiny = b.fcmp_ordered("<", x, constant(-87.0, V8))
-        x = b.select(tiny, constant(-87.0, V8), x)
-        turns = b.call(floor, (fma(b, x, constant(1.4426950408889634, V8), constant(0.5, V8)),))
-        rest = fma(b, turns, constant(-0.693359375, V8), x)
-        rest = fma(b, turns, constant(2.12194440e-4, V8), rest)
-        value = constant(_EXP_TERMS[0], V8)
-        for term in _EXP_TERMS[1:]:
-            value = fma(b, value, rest, constant(term, V8))
-        power = b.shl(b.add(b.fptosi(turns, ints), constant(127, ints)), constant(23, ints))
-        value = b.select(tiny, constant(0.0, V8), b.fmul(value, b.bitcast(power, V8)))
+        value = exp(b, b.fsub(load(b, place, V8), splat(b, largest, 8)))
         store(b, value, place)
         b.store(b.fadd(b.load(total), value), total)
     return sum_of(b, b.load(total))
@@ -206,6 +162,18 @@ def load_acquire(b: Any, address: Value) -> Value:
     return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
+@emits("iiii")
+def prefetch(b: Any, address: Value, count: Value, stride: Value, size: Value) -> None:
+    """Have `count` rows of `size` bytes, `stride` apart, brought near."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    options = [ir.Constant(I32, value) for value in (0, 3, 1)]  # to be read, into the nearest cache, data
+    with cgutils.for_range(b, count, intp=I64) as row:
+        place = b.add(address, b.mul(row.index, stride))
+        with cgutils.for_range(b, b.lshr(plus(b, size, 63), ir.Constant(I64, 6)), intp=I64) as line:
+            b.call(function, [b.inttoptr(plus(b, place, line.index, 64), I8.as_pointer()), *options])
+
+
 @emits("i")
 def pause(b: Any, ignored: Value) -> None:
     """Tell the processor that a loop waits."""
@@ -222,7 +190,4 @@ def _call(arguments: int) -> Any:
     return call
 
 
-call_2, call_3, call_5, call_7, call_10 = (_call(n) for n in (2, 3, 5, 7, 10))
-dot_q4_0, dot_q4_1, dot_q8_0 = (_dot(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
-tile_q4_0, tile_q4_1, tile_q8_0 = (_dot(fmt, ROW_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
-row_q4_0, row_q4_1, row_q8_0 = (_dequantise(fmt) for fmt in (Q4_0, Q4_1, Q8_0))
+call_4, call_5, call_6, call_7, call_8, call_9 = (_call(n) for n in (4, 5, 6, 7, 8, 9))

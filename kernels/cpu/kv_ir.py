@@ -6,6 +6,7 @@ float32 before they are used, once for all query heads that share them. `dim` is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -32,6 +33,8 @@ from kernels.cpu.ir import (
 )
 
 FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
+WIDE_KINDS = (FP32, FP16, BF16)
+MAX_HEADS = 4  # that are scored together
 GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
 
@@ -44,44 +47,128 @@ def _load_kv(b: Any, address: Value, kind: int) -> Value:
     return b.bitcast(b.shl(b.zext(load(b, address, ir.VectorType(I16, 8)), INTS), constant(16, INTS)), V8)
 
 
-def _scores(kind: int) -> Any:
+def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
+    """The sum of each of four vectors of 8, as a vector of 4."""
+
+    def neighbours(x: Value, y: Value) -> Value:
+        lanes = [ir.Constant(INTS, [base + i for base in (0, 8, 4, 12) for i in (odd, odd + 2)]) for odd in (0, 1)]
+        return b.fadd(*(b.shuffle_vector(x, y, lane) for lane in lanes))
+
+    both = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
+    halves = [ir.Constant(ir.VectorType(I32, 4), [first + i for i in range(4)]) for first in (0, 4)]
+    return b.fadd(*(b.shuffle_vector(both, both, half) for half in halves))
+
+
+def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None], *values: Value) -> None:
+    """Code for every kind of row and number of heads, of which one is run."""
+    for one in WIDE_KINDS:
+        for number in range(1, MAX_HEADS + 1):
+            same = (
+                b.icmp_signed("==", kind, ir.Constant(I64, one)),
+                b.icmp_signed("==", heads, ir.Constant(I64, number)),
+            )
+            with b.if_then(b.and_(*same)):
+                write(b, one, number, *values)
+
+
+@emits("iiiiiiiiif")
+def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
+    """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
+    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale."""
+    _for_each_kind(b, kind, heads, _scores, *values)
+
+
+@emits("iiiiiiiiii")
+def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
+    """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
+    from one row to the next, values, their count, bytes from one to the next, dim."""
+    _for_each_kind(b, kind, heads, _accumulate, *values)
+
+
+def _scores(
+    b: Any,
+    kind: int,
+    heads: int,
+    out: Value,
+    line: Value,
+    q: Value,
+    keys: Value,
+    count: Value,
+    stride: Value,
+    dim: Value,
+    scale: Value,
+) -> None:
     size = 4 if kind == FP32 else 2
 
-    @emits("iiiiiif")
-    def scores(
-        b: Any, out: Value, q: Value, keys: Value, count: Value, stride: Value, dim: Value, scale: Value
-    ) -> None:
-        """out[i] = scale * q · key i, for `count` keys `stride` bytes apart; `dim` is a multiple of 8."""
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            key = b.add(keys, b.mul(loop.index, stride))
-            total = variable(b, constant(0.0, V8))
+    def some(first: Value, number: int) -> list[list[Value]]:
+        totals = [[variable(b, constant(0.0, V8)) for _ in range(number)] for _ in range(heads)]
+        for total in (total for row in totals for total in row):
             b.store(constant(0.0, V8), total)
-            with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-                value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
-                b.store(fma(b, load(b, plus(b, q, part.index, 32), V8), value, b.load(total)), total)
-            store(b, b.fmul(sum_of(b, b.load(total)), scale), plus(b, out, loop.index, 4))
-
-    return scores
-
-
-def _accumulate(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
-
-    @emits("iiiiii")
-    def accumulate(b: Any, out: Value, weights: Value, rows: Value, count: Value, stride: Value, dim: Value) -> None:
-        """out[dim] += sum of weights[i] * value i."""
         with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            place = plus(b, out, part.index, 32)
-            total = variable(b, constant(0.0, V8))
+            queries = [
+                load(b, plus(b, plus(b, q, part.index, 32), b.mul(dim, ir.Constant(I64, 4 * g))), V8)
+                for g in range(heads)
+            ]
+            for i in range(number):
+                key = b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride))
+                value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
+                for g in range(heads):
+                    b.store(fma(b, queries[g], value, b.load(totals[g][i])), totals[g][i])
+        return [[b.load(total) for total in row] for row in totals]
+
+    fours = b.lshr(count, ir.Constant(I64, 2))
+    with cgutils.for_range(b, fours, intp=I64) as loop:
+        first = b.shl(loop.index, ir.Constant(I64, 2))
+        for g, row in enumerate(some(first, 4)):
+            sums = b.fmul(_sums_of_four(b, row), splat(b, scale, 4))
+            store(b, sums, plus(b, plus(b, out, first, 4), b.mul(line, ir.Constant(I64, g))))
+    rest = b.and_(count, ir.Constant(I64, 3))
+    with cgutils.for_range(b, rest, intp=I64) as loop:
+        index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
+        for g, row in enumerate(some(index, 1)):
+            value = b.fmul(sum_of(b, row[0]), scale)
+            store(b, value, plus(b, plus(b, out, index, 4), b.mul(line, ir.Constant(I64, g))))
+
+
+def _accumulate(
+    b: Any,
+    kind: int,
+    heads: int,
+    out: Value,
+    gap: Value,
+    weights: Value,
+    line: Value,
+    rows: Value,
+    count: Value,
+    stride: Value,
+    dim: Value,
+) -> None:
+    size = 4 if kind == FP32 else 2
+    with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
+        places = [b.add(plus(b, out, part.index, 32), b.mul(gap, ir.Constant(I64, g))) for g in range(heads)]
+        totals = [variable(b, constant(0.0, V8)) for _ in range(heads)]
+        for place, total in zip(places, totals, strict=True):
             b.store(load(b, place, V8), total)
-            with cgutils.for_range(b, count, intp=I64) as loop:
-                row = b.add(rows, b.mul(loop.index, stride))
-                weight = splat(b, load(b, plus(b, weights, loop.index, 4), F32), 8)
-                value = _load_kv(b, plus(b, row, part.index, 8 * size), kind)
-                b.store(fma(b, weight, value, b.load(total)), total)
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            row = b.add(rows, b.mul(loop.index, stride))
+            value = _load_kv(b, plus(b, row, part.index, 8 * size), kind)
+            for g, total in enumerate(totals):
+                at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
+                b.store(fma(b, splat(b, load(b, at, F32), 8), value, b.load(total)), total)
+        for place, total in zip(places, totals, strict=True):
             store(b, b.load(total), place)
 
-    return accumulate
+
+def _widen(kind: int) -> Any:
+    size = 4 if kind == FP32 else 2
+
+    @emits("iiii")
+    def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
+        """A row as float32."""
+        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
+            store(b, _load_kv(b, plus(b, row, part.index, 8 * size), kind), plus(b, out, part.index, 32))
+
+    return widen
 
 
 def _round_bf16(b: Any, value: Value) -> Value:
@@ -244,6 +331,5 @@ def unpack_int4(b: Any, out: Value, row: Value, scales: Value, dim: Value) -> No
             store(b, fma(b, b.sitofp(code, V8), step, minimum), place)
 
 
-scores_fp32, scores_fp16, scores_bf16 = (_scores(kind) for kind in (FP32, FP16, BF16))
-accumulate_fp32, accumulate_fp16, accumulate_bf16 = (_accumulate(kind) for kind in (FP32, FP16, BF16))
+widen_fp32, widen_fp16, widen_bf16 = (_widen(kind) for kind in WIDE_KINDS)
 save_fp32, save_fp16, save_bf16 = (_save(kind) for kind in (FP32, FP16, BF16))

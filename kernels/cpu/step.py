@@ -1,8 +1,8 @@
-"""A decoder's layers as records for `decode`, and the buffers of a step."""
+"""A decoder's layers as records for `decode`, and what a step works in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,19 @@ from torch import Tensor
 
 from kernels.cpu import kv_ir
 from kernels.cpu import records as rec
-from kernels.cpu.blocks import MAX_ROWS, BlockLinear, Words, padded_rows
+from kernels.cpu.blocks import BlockLinear, Words
 from kernels.cpu.decode import FUNCTIONS, decode
+from kernels.cpu.items import Items, group_records, plan_items
+from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.team import team
 from kernels.interface import BatchMetadata, PagedStore
 from kernels.kv_format import KV_FORMATS
 from kernels.layer_groups import owners
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+FEW_TOKENS = 32  # that go through all layers in one call
+TOKEN_LAYERS = 1024  # tokens * layers of a call otherwise: some tens of milliseconds, so that a step can be given up
+KEPT_BUFFERS = 6
 _KINDS = {
     "fp32": kv_ir.FP32,
     "fp16": kv_ir.FP16,
@@ -54,23 +59,12 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """What steps of one size work in; `words` is the step's record, complete but for batch and cache."""
+    """What steps of up to so many tokens work in; `words` is the step's record, complete but for batch and cache."""
 
     x: Floats
     out: Floats
     words: Words
-    others: tuple[Floats, ...]
-
-
-def group_records(meta: BatchMetadata, store: PagedStore) -> Words:
-    """A record for each group of layers, with addresses inside `meta`."""
-    slots, tables = meta.slot_mapping, meta.block_tables
-    records = np.empty((len(store.groups), rec.GROUP_WORDS), np.int64)
-    for number, group in enumerate(store.groups):
-        window = rec.NO_WINDOW if group.window is None else group.window
-        addresses = slots[number].data_ptr(), tables[number].data_ptr()
-        records[number] = (*addresses, tables.shape[2], window, group.sinks if group.window is not None else 0)
-    return records
+    others: tuple[np.ndarray[Any, Any], ...]
 
 
 def place_records(store: PagedStore) -> Words:
@@ -79,8 +73,12 @@ def place_records(store: PagedStore) -> Words:
     return np.array([(p.group, p.store, owner) for p, owner in zip(store.places, first, strict=True)], np.int64)
 
 
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
+
+
 class FusedLayers:
-    """All layers in one compiled call, for steps of at most MAX_ROWS tokens. Tensors are float32 and contiguous."""
+    """Steps through all layers in compiled calls. Tensors are float32 and contiguous."""
 
     def __init__(
         self,
@@ -105,42 +103,59 @@ class FusedLayers:
             len(layers),
             self._records.ctypes.data,
             self._hidden,
-            rec.padded(self._hidden),
-            rec.padded(self._inner),
             heads,
             kv_heads,
             self._dim,
-            rec.padded(heads * self._dim),
             scalars.ctypes.data,
             inv_freq.data_ptr(),
             norm.data_ptr(),
             FUNCTIONS.ctypes.data,
         )
-        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._buffers: dict[tuple[int, int, int, int], _Buffers] = {}
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a step of so many tokens goes this way; heads are read eight numbers at a time."""
-        return tokens <= MAX_ROWS and self._dim % 8 == 0
+    def fits(self, tokens: int, store: PagedStore) -> bool:
+        """Whether a step goes this way: heads are read eight numbers at a time, and tiles know nothing of sinks."""
+        return self._dim % 8 == 0 and (tokens <= FEW_TOKENS or not any(group.sinks for group in store.groups))
 
-    def __call__(self, embedded: Tensor, store: PagedStore, meta: BatchMetadata) -> Tensor:
-        """embedded float32 [T, hidden] -> [T, hidden] after the last norm; K and V of the tokens are stored."""
-        count, sample = embedded.shape[0], store.extents[0]
-        visible = max(group.visible(max(meta.context_lens_host) - 1) for group in store.groups)
-        buffers = self._take(padded_rows(count), -(-visible // rec.SPLIT), len(store.groups))
-        buffers.x[:count, : self._hidden] = embedded.numpy()
+    def __call__(
+        self, embedded: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """embedded float32 [T, hidden] -> [T, hidden] after the last norm; K and V of the tokens are stored.
+
+        `between` is called now and then in a step of many tokens; what it raises ends the step.
+        """
+        count, layers = embedded.shape[0], len(self._layers)
+        items = plan_items(meta, store, self._heads // self._group, self._group)
+        buffers = self._take(count, items.split_tokens, items.splits, len(store.groups))
+        buffers.x[:count] = embedded.numpy()
+        step, alive = self._record(buffers, items, store, meta)
+        at_once = max(1, layers if count <= FEW_TOKENS else TOKEN_LAYERS // count)
+        for first in range(0, layers, at_once):
+            if first:
+                between()
+            last = min(first + at_once, layers)
+            team().run(decode, (last - first) * rec.PHASES, (step.ctypes.data, first, last), alive)
+        return torch.from_numpy(buffers.out[:count].copy())
+
+    def _record(
+        self, buffers: _Buffers, items: Items, store: PagedStore, meta: BatchMetadata
+    ) -> tuple[Words, tuple[Any, ...]]:
+        """The step's record, and what its addresses point into."""
+        sample = store.extents[0]
         sequences = np.repeat(np.arange(len(meta.query_lens)), meta.query_lens)
         extents = np.array([extent.data_ptr() for extent in store.extents], np.int64)
-        groups, places = group_records(meta, store), place_records(store)
+        scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
+        groups, places = group_records(meta, store, items), place_records(store)
         step = buffers.words.copy()
-        step[rec.TOKENS] = count
+        step[rec.TOKENS] = len(sequences)
         step[rec.POSITIONS : rec.PLACES + 1] = (
             meta.positions.data_ptr(),
             sequences.ctypes.data,
+            items.part_rows.ctypes.data,
             groups.ctypes.data,
             len(groups),
             places.ctypes.data,
         )
-        scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
         fmt, balance = KV_FORMATS[store.kv_format], store.balance
         step[rec.EXTENTS :] = (
             extents.ctypes.data,
@@ -155,53 +170,55 @@ class FusedLayers:
             0 if balance is None else balance.data_ptr(),
         )
         kept = (tuple(store.extents), tuple(store.scale_extents), balance)
-        alive = (step, buffers, sequences, groups, places, extents, scales, kept, meta, self)
-        team().run(decode, len(self._layers) * rec.PHASES, (step.ctypes.data,), alive)
-        return torch.from_numpy(buffers.out[:count, : self._hidden].copy())
+        return step, (step, buffers, sequences, items, groups, places, extents, scales, kept, meta, self)
 
-    def _take(self, rows: int, splits: int, groups: int) -> _Buffers:
-        """Buffers of exactly this many rows; room for splits goes by doubling."""
-        splits = 1 << (splits - 1).bit_length()
-        kept = self._buffers.get((rows, splits, groups))
-        if kept is None:
-            for key in [key for key in self._buffers if key[0] == rows]:
-                del self._buffers[key]
-            kept = self._buffers[rows, splits, groups] = self._make(rows, splits, groups)
+    def _take(self, tokens: int, split_tokens: int, splits: int, groups: int) -> _Buffers:
+        """Buffers with room for so much, by doubling; the last few kinds of step keep theirs."""
+        key = (_power_of_two(tokens), _power_of_two(split_tokens), _power_of_two(splits), groups)
+        kept = self._buffers.pop(key, None) or self._make(*key)
+        self._buffers[key] = kept
+        while len(self._buffers) > KEPT_BUFFERS:
+            del self._buffers[next(iter(self._buffers))]
         return kept
 
-    def _make(self, rows: int, splits: int, groups: int) -> _Buffers:
-        hidden, inner, wide = (rec.padded(n) for n in (self._hidden, self._inner, self._heads * self._dim))
-        columns = [part.columns for layer in self._layers[:1] for part in (layer.qkv, layer.o, layer.down)]
-        widest = rows * max(hidden, inner, wide)
-        sizes = (
-            widest,
-            widest // 32,
-            rows * (max(rec.task_rows(n) for n in columns) + 1),
-            self._group * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
-            (1 + groups) * rows * self._dim,
-        )
-        offsets = np.cumsum((0, *sizes))
-        x, out = (np.zeros((rows, hidden), np.float32) for _ in range(2))
-        qkv = np.zeros((rows, self._layers[0].qkv.rows), np.float32)
-        sink_q = np.zeros((rows, self._heads, self._dim), np.float32)
-        parts = np.zeros((rows, self._heads, splits, self._dim + 2), np.float32)
-        act = np.zeros((rows, inner), np.float32)
-        scratch = np.zeros((team().size, rec.padded(int(offsets[-1])) + 32), np.float32)
+    def _make(self, tokens: int, split_tokens: int, splits: int, groups: int) -> _Buffers:
+        wide, tiled = self._heads * self._dim, rec.tiled(tokens)
+        x, out = (np.zeros((tokens, self._hidden), np.float32) for _ in range(2))
+        rows = np.zeros((tiled, rec.row_bytes(max(self._hidden, wide))), np.uint8)
+        act = np.zeros((tiled, rec.row_bytes(self._inner)), np.uint8)
+        qkv = np.zeros((tokens, self._layers[0].qkv.rows), np.float32)
+        attended, sink_q = (np.zeros((tokens, self._heads, self._dim), np.float32) for _ in range(2))
+        parts = np.zeros((split_tokens, self._heads, splits, self._dim + 2), np.float32)
+        angles = (1 + groups) * tokens * self._dim
+        scratch = np.zeros((team().size, rec.padded(angles + self._work(tiled, splits)) + 32), np.float32)
         words = np.zeros(rec.STEP_WORDS, np.int64)
         words[: rec.SINK_Q + 1] = (
             self._model.ctypes.data,
             0,
-            rows,
             x.ctypes.data,
+            rows.ctypes.data,
             qkv.ctypes.data,
             qkv.shape[1],
+            attended.ctypes.data,
             parts.ctypes.data,
             splits,
             act.ctypes.data,
             out.ctypes.data,
             scratch.ctypes.data,
             scratch.strides[0],
-            *offsets[1:5],
+            angles,
             sink_q.ctypes.data,
         )
-        return _Buffers(x, out, words, (qkv, parts, act, scratch, sink_q))
+        return _Buffers(x, out, words, (rows, act, qkv, attended, sink_q, parts, scratch))
+
+    def _work(self, tiled: int, splits: int) -> int:
+        """Floats that the largest task of a thread needs."""
+        wide, tall = rec.padded(self._dim), max(rec.TILE_ROWS, self._group) + 6
+        gap, key_gap = wide + rec.PAD, rec.TILE_KEYS + rec.PAD
+        return max(
+            self._hidden + 32,
+            splits + 32,
+            tiled * (PANEL + 64),
+            self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
+            2 * tall * gap + tall * key_gap + wide * key_gap + rec.TILE_KEYS * gap + 2 * tall,
+        )

@@ -11,7 +11,7 @@ from kernels.cpu import kv_ir as kv_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes, scale_place
-from kernels.cpu.product import draw, finish
+from kernels.cpu.tickets import draw, finish
 
 
 @compiled("void(int64, int64, int64)")
@@ -28,12 +28,12 @@ def _fill_angles(step: int, largest: int, out: int) -> None:
 
 @compiled("int64(int64, int64, int64)")
 def _sink_angles(step: int, angle: int, group: int) -> int:
-    return angle + (group + 1) * ir.word(step, rec.TILED) * ir.word(ir.word(step, rec.MODEL), rec.DIM) * 4
+    return angle + (group + 1) * ir.word(step, rec.TOKENS) * ir.word(ir.word(step, rec.MODEL), rec.DIM) * 4
 
 
 @compiled("void(int64, int64)")
 def angles(step: int, out: int) -> None:
-    """cos, then sin, [TOKENS, 2, dim / 2] of all positions; behind them [TILED, ...] of what each group takes them for
+    """cos, then sin, [TOKENS, 2, dim / 2] of all positions; behind them [TOKENS, ...] of what each group takes them for
     where it scores sinks."""
     _fill_angles(step, rec.NO_WINDOW, out)
     for g in range(ir.word(step, rec.GROUP_COUNT)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,16 +56,19 @@ class TritonLayers:
         self._layers, self._norm, self._heads, self._eps = tuple(layers), norm, heads, eps
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
-    def fits(self, tokens: int) -> bool:
+    def fits(self, tokens: int, store: PagedStore) -> bool:
         """Steps of any size go this way."""
         return True
 
-    def __call__(self, embedded: Tensor, store: PagedStore, meta: BatchMetadata) -> Tensor:
+    def __call__(
+        self, embedded: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None
+    ) -> Tensor:
         """embedded [T, hidden], overwritten -> [T, hidden] after the last norm; K and V of the tokens are stored."""
         residual, normed = embedded, torch.empty_like(embedded)
         attend = _Attention(self._heads, self._eps, store, meta, embedded.dtype)
         rms_norm(residual, self._layers[0].attn_norm, self._eps, normed)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            between()
             layer.o.add_to(residual, attend(index, layer.qkv(normed), layer))
             rms_norm(residual, layer.mlp_norm, self._eps, normed)
             layer.down.add_to(residual, layer.gate_up.gated(normed))

@@ -1,4 +1,4 @@
-"""Products over quantised blocks against dequantise + float64, for each format, few rows and many."""
+"""Products over quantised blocks against the same sums in float64, for each format, few rows and many."""
 
 import gguf
 import numpy as np
@@ -25,6 +25,14 @@ def from_gguf(kind, rows, columns, seed=0):
     return cpu_blocks.from_file(data, kind, columns), torch.from_numpy(gguf.dequantize(data, quant)).double()
 
 
+def in_int8(x):
+    """What a product reads of x [T, columns]: int8 with a scale per 32."""
+    parts = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    largest = parts.abs().amax(-1, keepdim=True)
+    codes = (parts * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    return (codes * largest / 127).view(len(x), -1)[:, : x.shape[1]].double()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 70])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_equal_dequantised_weights(kind, tokens):
@@ -32,9 +40,38 @@ def test_products_equal_dequantised_weights(kind, tokens):
 
     parts, weights = zip(*(from_gguf(kind, rows, 96, seed) for seed, rows in enumerate((130, 7))), strict=True)
     bias, x = random(137, seed=3), random(tokens, 96, seed=4)
+    x[-1, 32:64] = 0
     result = cpu_blocks.BlockLinear(parts, bias)(x)
-    expected = x.double() @ torch.cat(weights).T + bias
+    expected = in_int8(x) @ torch.cat(weights).T + bias
     torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-5)
+    assert (result - x.double() @ torch.cat(weights).T - bias).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_codes_do_not_overflow(kind):
+    """Sums of sixteen bits saturate in silence: all weights and activations at the ends of their ranges."""
+    from kernels.cpu import blocks as cpu_blocks
+
+    quant, codes = gguf.GGMLQuantizationType[kind], 16 if kind.startswith("Q4") else 32
+    data = gguf.quantize(random(16, 64).numpy(), quant).reshape(16, 2, -1)
+    data[:8, :, -codes:], data[8:, :, -codes:] = (0xFF, 0x00) if codes == 16 else (0x80, 0x7F)
+    data = data.reshape(16, -1)
+    x = torch.full((5, 64), 3.0) * torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])[:, None]
+    x[2, ::2] *= -1
+    expected = x.double() @ torch.from_numpy(gguf.dequantize(data, quant)).double().T
+    result = cpu_blocks.BlockLinear([cpu_blocks.from_file(data, kind, 64)], None)(x)
+    torch.testing.assert_close(result.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_activation_shows_in_its_row(bad, tokens):
+    from kernels.cpu import blocks as cpu_blocks
+
+    linear, x = cpu_blocks.BlockLinear([from_gguf("Q4_1", 24, 96)[0]], None), random(tokens, 96)
+    x[0, 70] = bad
+    result = linear(x)
+    assert not torch.isfinite(result[0]).any() and torch.isfinite(result[1:]).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
@@ -92,5 +129,6 @@ def test_zero_rows_of_int8_stay_zero():
 
 def test_blocks_are_kept_as_they_are_and_counted():
     matrix, _ = from_gguf("Q4_1", 8, 64)
-    assert matrix.data.nbytes == 8 * 2 * 20
-    assert np.array_equal(matrix.data, gguf.quantize(random(8, 64).numpy(), gguf.GGMLQuantizationType.Q4_1))
+    assert matrix.panels.nbytes == 8 * 2 * 20
+    data = gguf.quantize(random(8, 64).numpy(), gguf.GGMLQuantizationType.Q4_1)
+    assert np.array_equal(np.sort(matrix.panels, axis=None), np.sort(data, axis=None)), "panels hold the file's bytes"

@@ -1,0 +1,213 @@
+"""Vector code of products with quantised weights: int8 activations, integer sums within a block.
+
+A panel is eight rows of a weight matrix, block by block of 32 columns: eight float16 scales, in Q4_1 eight minima, then
+the codes in steps of four columns, 32 bytes of [row, column] each. Four-bit codes lie two to a byte, step k low and
+k + 4 high. A panel takes the bytes of its rows in a GGUF file.
+
+A row of activations is int8 codes [columns padded], then per block float32 scales, then per block scale * sum of codes.
+What a block contributes is an exact integer before it meets its scales, so a result depends neither on the processor's
+word length nor on other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils
+
+from kernels.cpu.ir import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Q4_0,
+    Q4_1,
+    Q8_0,
+    V8,
+    Value,
+    constant,
+    emits,
+    exp,
+    fma,
+    load,
+    max_of,
+    plus,
+    splat,
+    store,
+    sum_of,
+    variable,
+)
+
+PANEL = 8
+PANEL_BYTES = tuple(PANEL * size for size in (18, 20, 34))
+TOKEN_TILE = 4
+STEPS = 8  # of four columns in a block
+BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+_AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
+
+
+def _call(b: Any, name: str, result: Any, *values: Value) -> Value:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+
+def _pair_sums(b: Any, products: Value) -> Value:
+    """Sums of neighbours."""
+    count = products.type.count // 2
+    lanes = [ir.Constant(ir.VectorType(I32, count), [2 * i + odd for i in range(count)]) for odd in (0, 1)]
+    return b.add(*(b.shuffle_vector(products, products, lane) for lane in lanes))
+
+
+def _dot_bytes(b: Any, unsigned: Value, signed: Value) -> Value:
+    """Products of uint8 and int8, summed by pairs into int16; whoever calls keeps them in range."""
+    if _AVX2:
+        return _call(b, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
+    wide = ir.VectorType(I16, 32)
+    return _pair_sums(b, b.mul(b.zext(unsigned, wide), b.sext(signed, wide)))
+
+
+def _sum_words(b: Any, words: Value) -> Value:
+    """int16 summed by pairs into int32."""
+    if _AVX2:
+        return _call(b, "llvm.x86.avx2.pmadd.wd", INTS, words, constant(1, WORDS))
+    return _pair_sums(b, b.sext(words, ir.VectorType(I32, 16)))
+
+
+def _with_sign(b: Any, values: Value, of: Value) -> Value:
+    """-values where `of` is negative."""
+    negative = b.icmp_signed("<", of, constant(0, BYTES))
+    return b.select(negative, b.neg(values), values)
+
+
+def _eight_halves(b: Any, address: Value) -> Value:
+    return b.fpext(load(b, address, ir.VectorType(F16, 8)), V8)
+
+
+def _four_columns(b: Any, codes: Value, step: int) -> Value:
+    """Four codes of a row of activations, once for each row of the panel."""
+    value = splat(b, load(b, plus(b, codes, 4 * step), I32), 8)
+    return b.bitcast(value, BYTES)
+
+
+def _nibble_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
+    """int32 [8] per token: 8 * 2 * 15 * 127 fits int16, so a block is summed there."""
+    totals: list[Value | None] = [None] * len(xs)
+    for pair in range(STEPS // 2):
+        both = load(b, plus(b, codes, 32 * pair), BYTES)
+        halves = b.and_(both, constant(15, BYTES)), b.lshr(both, constant(4, BYTES))
+        for step, weights in zip((pair, pair + STEPS // 2), halves, strict=True):
+            for t, x in enumerate(xs):
+                part, before = _dot_bytes(b, weights, _four_columns(b, x, step)), totals[t]
+                totals[t] = part if before is None else b.add(before, part)
+    return [_sum_words(b, total) for total in totals]
+
+
+def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
+    """As `_nibble_sums`; |weight| <= 128 and |x| <= 127 leave no room in int16 beyond a pair."""
+    totals: list[Value | None] = [None] * len(xs)
+    for step in range(STEPS):
+        weights = load(b, plus(b, codes, 32 * step), BYTES)
+        sizes = _with_sign(b, weights, weights)
+        for t, x in enumerate(xs):
+            signed = _with_sign(b, _four_columns(b, x, step), weights)
+            part, before = _sum_words(b, _dot_bytes(b, sizes, signed)), totals[t]
+            totals[t] = part if before is None else b.add(before, part)
+    return list(totals)
+
+
+def _panel(fmt: int, tokens: int) -> Any:
+    @emits("iiiii")
+    def panel(b: Any, weights: Value, blocks: Value, x: Value, x_stride: Value, out: Value) -> None:
+        """out float32 [tokens, 8] = rows of a panel · rows of activations, `x_stride` bytes apart."""
+        rows = [b.add(x, b.mul(x_stride, ir.Constant(I64, t))) for t in range(tokens)]
+        scales_at = b.mul(blocks, ir.Constant(I64, 32))
+        totals = [variable(b, constant(0.0, V8)) for _ in range(tokens)]
+        for total in totals:
+            b.store(constant(0.0, V8), total)
+        with cgutils.for_range(b, blocks, intp=I64) as loop:
+            record = plus(b, weights, loop.index, PANEL_BYTES[fmt])
+            codes = plus(b, record, 32 if fmt == Q4_1 else 16)
+            xs = [plus(b, row, loop.index, 32) for row in rows]
+            sums = (_byte_sums if fmt == Q8_0 else _nibble_sums)(b, codes, xs)
+            scales = _eight_halves(b, record)
+            minima = None
+            if fmt == Q4_1:
+                minima = _eight_halves(b, plus(b, record, 16))
+            elif fmt == Q4_0:
+                minima = b.fmul(scales, constant(-8.0, V8))
+            for row, total, codes_sum in zip(rows, totals, sums, strict=True):
+                own = plus(b, b.add(row, scales_at), loop.index, 4)
+                scale = b.fmul(scales, splat(b, load(b, own, F32), 8))
+                value = fma(b, b.sitofp(codes_sum, V8), scale, b.load(total))
+                if minima is not None:
+                    whole = load(b, plus(b, own, blocks, 4), F32)
+                    value = fma(b, minima, splat(b, whole, 8), value)
+                b.store(value, total)
+        for t, total in enumerate(totals):
+            store(b, b.load(total), plus(b, out, 4 * PANEL * t))
+
+    return panel
+
+
+@emits("iiii")
+def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Value) -> None:
+    """32 float32 of a row of activations as codes, their scale and scale * sum of codes.
+
+    A NaN or an infinity among them makes the scale NaN.
+    """
+    parts = [load(b, plus(b, x, 32 * i), V8) for i in range(4)]
+    sizes = [_call(b, "llvm.fabs.v8f32", V8, part) for part in parts]
+    most, total = sizes[0], sizes[0]
+    for size in sizes[1:]:
+        most = b.select(b.fcmp_ordered(">", size, most), size, most)
+        total = b.fadd(total, size)
+    largest = max_of(b, most)
+    empty = b.fcmp_ordered("==", largest, ir.Constant(F32, 0.0))
+    inverse = b.select(empty, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 127.0), largest))
+    scale = b.fmul(largest, ir.Constant(F32, 1 / 127))
+    scale = b.fadd(scale, b.fmul(sum_of(b, total), ir.Constant(F32, 0.0)))
+    codes_sum = constant(0, INTS)
+    for i, part in enumerate(parts):
+        code = b.fptosi(_call(b, "llvm.rint.v8f32", V8, b.fmul(part, splat(b, inverse, 8))), INTS)
+        codes_sum = b.add(codes_sum, code)
+        store(b, b.trunc(code, ir.VectorType(I8, 8)), plus(b, codes, 8 * i))
+    count = b.sitofp(_call(b, "llvm.vector.reduce.add.v8i32", I32, codes_sum), F32)
+    store(b, scale, scale_out)
+    store(b, b.fmul(scale, count), sum_out)
+
+
+def _outputs(b: Any, dot: Value, factor: Value, bias: Value) -> Value:
+    """dot [8] * factor + bias; an address of 0 is no bias."""
+    place = variable(b, constant(0.0, V8))
+    b.store(constant(0.0, V8), place)
+    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+        b.store(load(b, bias, V8), place)
+    return fma(b, load(b, dot, V8), splat(b, factor, 8), b.load(place))
+
+
+@emits("iifi")
+def put_panel(b: Any, out: Value, dot: Value, factor: Value, bias: Value) -> None:
+    """out float32 [8] = dot * factor + bias."""
+    store(b, _outputs(b, dot, factor, bias), out)
+
+
+@emits("iifi")
+def add_panel(b: Any, out: Value, dot: Value, factor: Value, bias: Value) -> None:
+    """out float32 [8] += dot * factor + bias."""
+    store(b, b.fadd(_outputs(b, dot, factor, bias), load(b, out, V8)), out)
+
+
+@emits("iii")
+def gate_panel(b: Any, out: Value, gate: Value, up: Value) -> None:
+    """out float32 [8] = silu(gate) * up."""
+    value = load(b, gate, V8)
+    sigmoid = b.fdiv(constant(1.0, V8), b.fadd(constant(1.0, V8), exp(b, b.fneg(value))))
+    store(b, b.fmul(b.fmul(value, sigmoid), load(b, up, V8)), out)
+
+
+panel_q4_0, panel_q4_1, panel_q8_0 = (_panel(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
+tile_q4_0, tile_q4_1, tile_q8_0 = (_panel(fmt, TOKEN_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
