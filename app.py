@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.config import DEVICES, DTYPES, KV_FORMATS, EngineConfig, check_window
+from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION, EngineConfig, check_window
 from engine.errors import ConfigError, KVScopeError
 from engine.frozen_text import read_text
 from engine.prepare import prepare
@@ -102,6 +102,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="let N neighbouring layers use one store of keys and values, as an experiment (default: 1)",
+    )
+    add(
+        "--speculation",
+        choices=SPECULATION,
+        default="auto",
+        help="guess tokens from the text so far and run them ahead; replies stay the same "
+        "(default: auto, where it is measured to pay)",
     )
     add(
         "--snapshot-limit",
@@ -198,6 +205,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         window=options.window,
         sinks=options.sinks,
         share_layers=options.share_layers,
+        speculation=options.speculation,
     )
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per decode measurement (default: 64)")
     arguments = parser.parse_args()
 
-    engine = LocalEngine(EngineConfig(data_dir=arguments.data_dir, dtype=arguments.dtype))
+    engine = LocalEngine(EngineConfig(data_dir=arguments.data_dir, dtype=arguments.dtype, speculation="off"))
     engine.start()
     engine.wait_ready()
     source = resolve(None, arguments.data_dir)

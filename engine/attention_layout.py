@@ -24,6 +24,10 @@ def attention_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     if config.sinks and config.window is not None and config.window + config.sinks > context:
         raise ConfigError(f"--window and --sinks together must fit into the model's own context of {context} tokens.")
     kinds = layer_kinds(config, model)
+    if model.kv_owners:
+        if config.share_layers > 1:
+            raise ConfigError("The model's own layers share keys and values, so --share-layers does not apply to it.")
+        return group_layers(kinds, model.kv_owners)
     return group_layers(kinds, neighbours(kinds, config.share_layers))
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """All that model and kernels know of a batch of S sequences with T tokens in all, tokens of a sequence adjacent.
 
+    Each draft, and the token before the first, counts as a sequence of its own that shares the others' blocks: layers
+    store before they attend, so it sees what stands before it, and it takes the same way as any decoded token.
+
     The cache keeps K and V of G groups of layers, each with block tables of its own (`KVCacheSpec.groups`).
 
     positions     int64 [T]           position of each token in its sequence
@@ -57,45 +60,62 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
     positions: list[int] = []
     cu_seqlens = [0]
     logit_rows: list[int] = []
+    runs = [run for item in batch.items for run in _runs(item)]
     for item in batch.items:
-        token_ids += item.sequence.token_ids[item.start : item.start + item.count]
-        positions += range(item.start, item.start + item.count)
-        cu_seqlens.append(len(token_ids))
-        if item.wants_logits:
-            logit_rows.append(len(token_ids) - 1)
+        token_ids += item.token_ids
+    for run in runs:
+        positions += range(run.start, run.end)
+        cu_seqlens.append(len(positions))
+        if run.item.wants_logits:
+            logit_rows.append(len(positions) - 1)
     # Without K and V there are no tables, and the slots mean nothing.
     groups = range(max(1, len(batch.items[0].sequence.block_tables)))
-    context_lens = tuple(item.start + item.count for item in batch.items)
+    context_lens = tuple(run.end for run in runs)
 
     def tensor(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     meta = AttentionMetadata(
         positions=tensor(positions),
-        slot_mapping=tensor([_slots(batch, group, block_size) for group in groups]),
-        block_tables=tensor([_tables(batch, group, block_size) for group in groups], torch.int32),
+        slot_mapping=tensor([_slots(runs, group, block_size) for group in groups]),
+        block_tables=tensor([_tables(runs, group, block_size) for group in groups], torch.int32),
         context_lens=tensor(context_lens, torch.int32),
         cu_seqlens_q=tensor(cu_seqlens, torch.int32),
         logit_rows=tensor(logit_rows),
-        query_lens=tuple(item.count for item in batch.items),
+        query_lens=tuple(run.end - run.start for run in runs),
         context_lens_host=context_lens,
         state_slots=tuple(state.live for item in batch.items if (state := item.sequence.state) and state.live),
     )
     return tensor(token_ids), meta
 
 
-def _slots(batch: ScheduledBatch, group: int, size: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Positions that attend as one sequence."""
+
+    item: ScheduledItem
+    start: int
+    end: int
+
+
+def _runs(item: ScheduledItem) -> list[_Run]:
+    if not item.drafts:
+        return [_Run(item, item.start, item.start + item.count)]
+    return [_Run(item, position, position + 1) for position in range(item.start, item.start + item.count)]
+
+
+def _slots(runs: list[_Run], group: int, size: int) -> list[int]:
     """Of every token of the batch, in order."""
     slots: list[int] = []
-    for item in batch.items:
-        table, run = _table(item, group), range(item.start, item.start + item.count)
-        slots += [table[p // size] * size + p % size for p in run] if table else [0] * item.count
+    for run in runs:
+        table, positions = _table(run.item, group), range(run.start, run.end)
+        slots += [table[p // size] * size + p % size for p in positions] if table else [0] * len(positions)
     return slots
 
 
-def _tables(batch: ScheduledBatch, group: int, size: int) -> list[list[int]]:
+def _tables(runs: list[_Run], group: int, size: int) -> list[list[int]]:
     """Up to the last block of each sequence that is used, equally long."""
-    tables = [_table(item, group)[: -(-(item.start + item.count) // size)] for item in batch.items]
+    tables = [_table(run.item, group)[: -(-run.end // size)] for run in runs]
     width = max(len(table) for table in tables)
     return [table + [0] * (width - len(table)) for table in tables]
 

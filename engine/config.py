@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_FORMATS = ("auto", "fp32", "fp16", "bf16", "int8", "fp8", "int4")
+SPECULATION = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class EngineConfig:
     `window` is how many of the newest tokens a layer sees at most (None: as the model says), `sinks` how many of the
     first ones it sees besides; with sinks a chat may be longer than the model's own context. `share_layers`
     neighbouring layers use one store of K and V: an experiment.
+    `speculation` says whether tokens are guessed from the text so far and run ahead: "auto" where that is measured to
+    pay.
     `chat_template` names a bundled template; None is the model's own, or a fallback where it has none.
     """
 
@@ -43,6 +46,7 @@ class EngineConfig:
     window: int | None = None
     sinks: int = 0
     share_layers: int = 1
+    speculation: str = "auto"
 
 
 def check_window(config: EngineConfig) -> None:

@@ -93,6 +93,8 @@ class DecodeGraphs:
         self._max_blocks = -(-max_seq_len // cache.spec.block_size)
         self._batches: dict[int, StaticBatch] = {}
         self._captured: dict[Hashable, _Captured] = {}
+        # One after the other, they may all use the same memory for what no one reads after a step.
+        self._memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def fits(self, meta: AttentionMetadata) -> bool:
         """Whether a step is one token each, of not too many sequences."""
@@ -139,7 +141,7 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may look at the card's memory meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             outputs = self._step(batch, tail)
         return _Captured(batch, graph, outputs)
 

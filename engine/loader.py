@@ -60,6 +60,7 @@ class EngineParts:
     states: SSMStatePool | None = None
     state_slots: int = 0
     weights_id: str = ""
+    speculation: str = "off"
 
     @property
     def vocab_size(self) -> int:
@@ -95,6 +96,7 @@ class EngineParts:
             "vocab_size": self.vocab_size,
             "chat_template": self.tokenizer.template_name,
             "chat_templates": list(self.tokenizer.template_names()),
+            "speculation": "off" if self.states is not None else self.speculation,
             "warnings": list(self.warnings),
         }
 
@@ -142,6 +144,8 @@ def assemble(
     limits = CUDA_LIMITS if model.device.type == "cuda" else CPU_LIMITS
     state = model.state_spec
     max_blocks, state_slots = split_budget(budget, spec.block_bytes, state.nbytes if state else 0, limits.max_sequences)
+    if state is not None and config.speculation == "on":
+        raise ConfigError("--speculation on is not for this model: a recurrent state can't be taken back from a guess.")
     if state is not None and state_slots < 2:
         raise ConfigError(f"The KV budget does not hold one state of {human_bytes(state.nbytes)}; raise --kv-budget.")
     max_seq_len = fit_max_seq_len(config.max_seq_len, context_limit(config, model.config), max_blocks, spec)
@@ -166,6 +170,7 @@ def assemble(
         states=SSMStatePool(state, model.device) if state is not None else None,
         state_slots=state_slots,
         weights_id=weights_id,
+        speculation=config.speculation,
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +21,16 @@ from engine.debugging.audit import audit
 from engine.debugging.inject import inject
 from engine.debugging.quarantine import repair_cut
 from engine.debugging.trace_events import trace_events
-from engine.errors import Conflict, ContextOverflow, EngineBusy, EngineStopped, Forbidden, InvalidRequest, NotFound
+from engine.errors import (
+    ConfigError,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineStopped,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+)
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import Slices
@@ -56,6 +66,8 @@ class LocalEngine:
     """`ChatEngine` on this machine's own device. All cache and schedule changes happen on its thread, between steps."""
 
     def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_parts) -> None:
+        self.asked_format: Callable[[str], str | None] = lambda session_id: None
+        """What a session's settings say of its KV format, for acts before its first turn since the start."""
         self._config = config
         self._load = load
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -138,7 +150,8 @@ class LocalEngine:
     def snapshot(self, session_id: str) -> dict[str, Any]:
         snapshots = self._need_snapshots()
         self._need_parts()
-        return snapshots.write_now(session_id, self._steps(session_id), self._call)
+        lane = self._lane_of_stored(snapshots, session_id, wanted=True) or self._steps(session_id)
+        return snapshots.write_now(session_id, lane, self._call)
 
     def snapshot_info(self, session_id: str) -> dict[str, Any]:
         info = self._need_snapshots().info(session_id)
@@ -388,13 +401,18 @@ class LocalEngine:
         return lane
 
     def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
-        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet, the
-        engine's own where the session is `wanted` now, else None: its next turn will say."""
+        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet and the
+        session is `wanted` now, that lane is made if it is what the session asks for, else it is the engine's own.
+        If it is not wanted, None: its next turn will say."""
         lanes = self._all()
         stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
         if stored is None or stored not in KV_FORMATS:
             return lanes.of(session_id)
         lane = lanes.find(stored)
+        if lane is None and wanted and self.asked_format(session_id) == stored:
+            # Where it can't be made, the engine's own will refuse the snapshot, naming what differs.
+            with suppress(ConfigError, InvalidRequest):
+                lane = self._open_lane(stored)
         if lane is not None:
             self._call(lambda: lanes.settle(session_id, stored))
         return lane or (lanes.first if wanted else None)

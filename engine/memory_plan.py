@@ -21,6 +21,8 @@ STATES_PER_SEQUENCE = 4
 ACTIVATION_COPIES = 8
 """Row-sized buffers of hidden and inner width that live at the same time while a layer runs."""
 LOGIT_COPIES = 4
+PENALTY_BYTES = 9
+"""Of each token of the vocabulary for a request with penalties or a bias: whether it was seen, how often, the bias."""
 NO_BLOCKS = 2
 """The smallest pool there is, for models without K and V."""
 
@@ -157,9 +159,10 @@ def split_budget(budget: int, block_bytes: int, state_bytes: int, sequences: int
 
 
 def workspace_bytes(sizes: ModelSizes, batch_tokens: int, compute_bytes: int) -> int:
-    """A step's activations for `batch_tokens`, and a row of float32 logits with the copies that sampling takes."""
+    """A step's activations for `batch_tokens`, a row of float32 logits with the copies that sampling takes, and what
+    penalties take for one request and for those without (`engine.sampling.row_states`)."""
     row = ACTIVATION_COPIES * sizes.hidden_size + 3 * sizes.intermediate_size
-    return batch_tokens * row * compute_bytes + LOGIT_COPIES * 4 * sizes.vocab_size
+    return batch_tokens * row * compute_bytes + (LOGIT_COPIES * 4 + 2 * PENALTY_BYTES) * sizes.vocab_size
 
 
 def plan_memory(

@@ -99,7 +99,20 @@ def planned_weights(source: WeightSource, config: ModelConfig, fmt: WeightFormat
         shapes.pop("head.weight", None)
     elif fmt.rows_from_file:
         del shapes["embed.weight"]
-    small = (".conv.weight", ".conv.bias", "norm.weight")
+    if fmt.rows_from_file:
+        shapes.pop("own_embed.weight", None)
+    unused = {i for i in range(config.num_attention_layers) if not config.owns_kv(i)}
+    for layer, part in ((i, part) for i in unused for part in ("k.weight", "v.weight", "k_norm.weight")):
+        shapes.pop(f"layers.{layer}.{part}", None)
+    small = (
+        ".conv.weight",
+        ".conv.bias",
+        "norm.weight",
+        "_router.weight",
+        "_predict.weight",
+        "_correct.weight",
+        "_scale",
+    )
     nbytes = (
         sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(small)) * fmt.compute_dtype.itemsize
     )

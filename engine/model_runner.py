@@ -18,7 +18,7 @@ from engine.kv_cache.cache import KVCache
 from engine.kv_cache.ssm_state import SSMStatePool
 from engine.models.registry import DecoderModel
 from engine.sampling.sampler import SamplingState
-from engine.sampling.step import Forced, StepOutput, StepTokens, sample_on_host
+from engine.sampling.step import Drafts, Forced, StepOutput, StepTokens, sample_on_host
 from engine.scheduler import ScheduledBatch
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class ModelRunner:
         self.model = model
         self._graphs = DecodeGraphs(model, cache, max_seq_len) if model.stays_on_device else None
         self._sampler = _device_sampler(model, padded_rows(max_sequences)) if model.samples_on_device else None
+        self.most_rows = SMALL_STEP if self._sampler is None else min(SMALL_STEP, padded_rows(max_sequences))
+        """Of a step with drafts."""
         self.cache = cache
         self.pool = pool
         self.states = states
@@ -58,17 +60,30 @@ class ModelRunner:
         forced: Forced,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> StepTokens:
-        """Run a batch; `requests` and `forced` belong to its items that want logits, in order.
+        """Run a batch; `requests` and `forced` belong to its items that want logits, in order. An item with drafts has
+        a row of logits and a flag for each of its tokens (`row_count`), any other one each.
 
         Raises `StepAbandoned` if `abandoned()` came true before the step was over.
         """
+        drafts = None
+        if any(item.drafts for item in batch.items):
+            requests, forced, drafts = _rows(batch, requests, forced)
         if self._sampler is not None:
-            self._sampler.prepare(requests, forced)
+            self._sampler.prepare(requests, forced, drafts)
         with self.threads_for(batch.token_count):
             output, drawn = self._execute(batch, abandoned)
         if self._sampler is None or drawn is None:
-            return sample_on_host(output, requests, forced)
-        return self._sampler.tokens(drawn, output, requests, forced)
+            return sample_on_host(output, requests, forced, drafts)
+        return self._sampler.tokens(drawn, output, requests, forced, drafts)
+
+    def verifies(self, request: SamplingState) -> bool:
+        """Whether drafts of this request can be run."""
+        return self.states is None and (self._sampler is None or self._sampler.verifies(request))
+
+    def step_size(self, rows: int) -> int:
+        """Steps of sizes that are told apart cost differently: graphs have buckets, the processor's kernels tiles of
+        four rows."""
+        return rows if rows == 1 else padded_rows(rows) if self._graphs is not None else -(-rows // 4) * 4
 
     @contextmanager
     def threads_for(self, token_count: int) -> Iterator[None]:
@@ -85,7 +100,8 @@ class ModelRunner:
         self.sync_blocks()
         self.times.copied = time.perf_counter()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
-        wanted = tuple(index for index, item in enumerate(batch.items) if item.wants_logits)
+        wanting = [item.wants_logits for item in batch.items for _ in range(item.row_count)]
+        wanted = tuple(index for index, wants in enumerate(wanting) if wants)
         if self._graphs is not None and self._graphs.fits(meta) and len(wanted) == len(token_ids):
             hidden, logits, drawn = self._graphs.run(token_ids, meta, self._sampler)
         else:
@@ -110,6 +126,16 @@ class ModelRunner:
         self.cache.shrink(self.pool.trim())
         if self.states is not None and self._state_slots is not None:
             self.states.trim(self._state_slots.trim())
+
+
+def _rows(
+    batch: ScheduledBatch, requests: Sequence[SamplingState], forced: Forced
+) -> tuple[Sequence[SamplingState], Forced, Drafts]:
+    """Requests, forced ids and drafts of each row of logits, from those of each item that wants some."""
+    counts = [item.row_count for item in batch.items if item.wants_logits]
+    states = [state for state, count in zip(requests, counts, strict=True) for _ in range(count)]
+    given = [row for token_id, count in zip(forced, counts, strict=True) for row in (token_id, *[None] * (count - 1))]
+    return states, given, [row for item in batch.items if item.wants_logits for row in (None, *item.drafts)]
 
 
 def _device_sampler(model: DecoderModel, max_rows: int) -> DeviceSampler:

@@ -132,6 +132,7 @@ class TurnStats:
 
     `loop` is the last loop that was found in the reply so far.
     `violation`: the first invariant of the cache that did not hold during the turn, as a sentence.
+    `drafted_tokens` were guessed and run ahead, `accepted_tokens` of them came true (`engine.speculation`).
     """
 
     session_id: str | None
@@ -148,6 +149,8 @@ class TurnStats:
     miss: Miss | None
     loop: Loop | None = None
     violation: str | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.prefix_cache import PrefixCache
@@ -13,12 +13,34 @@ from engine.sequence import Sequence, Status, common_prefix_len
 
 @dataclass(frozen=True, slots=True)
 class ScheduledItem:
-    """Tokens `start : start + count` of a sequence; `wants_logits` if they reach its last known token."""
+    """Tokens `start : start + count` of a sequence; `wants_logits` if they reach its last known token.
+
+    `drafts` are guesses of what follows the last known token: the last of the `count`, run to see if they come true.
+    """
 
     sequence: Sequence
     start: int
     count: int
     wants_logits: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Tokens without the drafts."""
+        return self.count - len(self.drafts)
+
+    @property
+    def row_count(self) -> int:
+        """Rows of logits of an item that wants some: a draft is held against those of the token before it."""
+        return 1 + len(self.drafts)
+
+    def cut(self, count: int) -> ScheduledItem:
+        """The first `count` tokens of an item with drafts."""
+        return replace(self, count=count, drafts=self.drafts[: count - self.known])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.token_ids[self.start : self.start + self.known], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,13 @@ class Sequence:
         return self.blocks.count > 0 or (self.state is not None and self.state.held is not None)
 
     @property
+    def free_slots(self) -> int:
+        """Slots past the known tokens that are reserved or could be without taking a block from anybody."""
+        pool, known = self._cache.pool, len(self.token_ids)
+        blocks = max(pool.free_count, 0) // max(len(self.block_tables), 1)
+        return max((len(self.blocks) + blocks) * self._cache.block_size - known, 0)
+
+    @property
     def tree_blocks(self) -> int:
         """Leading blocks that are nodes of the tree; full ones behind them are private."""
         return (
@@ -203,6 +210,10 @@ class Sequence:
             self.block_turns[index] = node.turn_id
             self.origins[index * size : (index + 1) * size] = bytearray([Origin.SHARED]) * size
         self.nodes.append(node)
+
+    def trim(self) -> None:
+        """Give back the blocks past the last cached token: they were reserved for what did not come."""
+        self._drop_blocks(-(-self.cache_pos // self._cache.block_size))
 
     def keep_private(self, position: int) -> None:
         """Let nobody else take over what stands from `position` on. Full blocks from there on, which must be out of the

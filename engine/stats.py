@@ -29,6 +29,8 @@ class TurnMeter:
     reused_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     miss: Miss | None = None
     loops: LoopDetector = field(default_factory=LoopDetector)
     violation: str | None = None
@@ -41,15 +43,15 @@ class TurnMeter:
             self.reused_tokens = reused_tokens
             self.computed_tokens = self.prompt_tokens - reused_tokens
 
-    def token(self) -> float | None:
-        """Count one sampled token; seconds since the one before, None for the first."""
-        now = time.perf_counter()
-        gap = None if self.last_token is None else now - self.last_token
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
+    def gap(self, tokens: int = 1) -> float | None:
+        """Seconds since the last token, shared among the `tokens` that a step brings; None before the first."""
+        return None if self.last_token is None else (time.perf_counter() - self.last_token) / tokens
+
+    def token(self) -> None:
+        """Count one sampled token."""
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
         self.generated_tokens += 1
-        return gap
 
     def stats(self, cache_pos: int, finish_reason: str | None = None) -> TurnStats:
         decode_s = (self.last_token or 0.0) - (self.first_token or 0.0)
@@ -61,6 +63,8 @@ class TurnMeter:
             reused_tokens=self.reused_tokens,
             computed_tokens=self.computed_tokens,
             generated_tokens=self.generated_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             ttft_ms=None if self.first_token is None else round(1e3 * (self.first_token - self.submitted), 3),
             prefill_ms=0.0 if self.admitted is None else round(1e3 * (prefill_end - self.admitted), 3),
             decode_tokens_per_s=round((self.generated_tokens - 1) / decode_s, 3) if decode_s > 0 else None,
@@ -100,7 +104,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.turns: dict[str, int] = {}
-        self.tokens = {"reused": 0, "computed": 0, "generated": 0}
+        self.tokens = {"reused": 0, "computed": 0, "generated": 0, "drafted": 0, "accepted": 0}
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.per_token = Histogram(TOKEN_BOUNDS_S)
 
@@ -110,6 +114,8 @@ class EngineMetrics:
         self.tokens["reused"] += stats.reused_tokens
         self.tokens["computed"] += stats.computed_tokens
         self.tokens["generated"] += stats.generated_tokens
+        self.tokens["drafted"] += stats.drafted_tokens
+        self.tokens["accepted"] += stats.accepted_tokens
         if stats.ttft_ms is not None:
             self.ttft.add(stats.ttft_ms / 1e3)
 

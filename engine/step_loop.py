@@ -32,18 +32,19 @@ from engine.miss import find_miss
 from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
-from engine.protocol import Failed, Finished, GenerateRequest, TimedSpan, TokenLogprob, TokenMeasure
+from engine.protocol import Failed, Finished, GenerateRequest, TimedSpan, TokenLogprob
 from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
-from engine.sampling.step import StepTokens
+from engine.sampling.step import Drawn, StepTokens
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, common_prefix_len
+from engine.speculation import Speculation
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 from engine.turn import ActiveTurn, QueueStream
 
-Taken = tuple[Sequence, int, SampledLogprob | None, TokenMeasure | None]
-"""What was sampled for a sequence."""
+Taken = tuple[Sequence, list[Drawn]]
+"""What was sampled for a sequence: one token, and one more for each draft that came true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class StepLoop:
             self.fingerprint,
             beside.keeper if beside is not None else None,
         )
+        self.speculation = Speculation(self.runner, parts.speculation)
         self.metrics: EngineMetrics = beside.metrics if beside is not None else EngineMetrics()
         self.timeline: Timeline = beside.timeline if beside is not None else Timeline()
         self.jobs = Jobs()
@@ -127,6 +129,7 @@ class StepLoop:
             on_done()
             stream.fail(error)
             return
+        self.speculation.begin(turn)
         self._turns[sequence] = turn
         self._on_done[request.request_id] = on_done
         self.scheduler.add(sequence)
@@ -270,6 +273,7 @@ class StepLoop:
         if batch is None:
             self._idle()
             return
+        batch = self.speculation.extend(batch, self._turns)
         self._unchecked = True
         for item in batch.items:
             self._turns[item.sequence].meter.admit(item.start)
@@ -286,21 +290,24 @@ class StepLoop:
             for item in batch.items:
                 item.sequence.distrust_state()
                 item.sequence.truncate(item.sequence.cache_pos)
+                if item.drafts:
+                    item.sequence.trim()
         else:
             times.sampled = time.perf_counter()
+            self.speculation.ran(batch, times.sampled - times.scheduled)
             self._commit(batch, tokens)
         record = times.record(time.perf_counter())
-        for trace, (decode, count) in shares.items():
-            trace.step(record, decode, count)
+        for trace, (meter, decode, count, generated) in shares.items():
+            trace.step(record, decode, meter.generated_tokens - generated if decode else count)
         self.keeper.save_next(busy=True)
 
-    def _shares(self, batch: ScheduledBatch) -> dict[TurnTrace, tuple[bool, int]]:
-        """Of each turn in a step, whether it decodes, and its tokens."""
-        shares: dict[TurnTrace, tuple[bool, int]] = {}
+    def _shares(self, batch: ScheduledBatch) -> dict[TurnTrace, tuple[TurnMeter, bool, int, int]]:
+        """Of each turn in a step its meter, whether it decodes, its tokens, and how many it had generated before."""
+        shares: dict[TurnTrace, tuple[TurnMeter, bool, int, int]] = {}
         for item in batch.items:
             turn = self._turns[item.sequence]
-            _, count = shares.get(turn.meter.trace, (False, 0))
-            shares[turn.meter.trace] = (item.start >= len(turn.request.prompt_ids), count + item.count)
+            decode, meter = item.start >= len(turn.request.prompt_ids), turn.meter
+            shares[meter.trace] = (meter, decode, item.count, meter.generated_tokens)
         return shares
 
     def _idle(self) -> None:
@@ -338,24 +345,26 @@ class StepLoop:
 
     def _commit(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """What is finite is in the cache for good; the tokens of those that wanted one go into their replies."""
-        drawn = iter(zip(tokens.token_ids, tokens.logprobs, tokens.measures, strict=True))
+        results = tokens.by_item([item.row_count if item.wants_logits else 0 for item in batch.items])
         taken: list[Taken] = []
-        for item, finite in zip(batch.items, tokens.finite, strict=True):
+        for item, (finite, drawn) in zip(batch.items, results, strict=True):
             turn = self._turns.get(item.sequence)
-            token = next(drawn) if item.wants_logits else None
             if turn is None:  # another beam of this turn has just ended it
                 continue
             if not finite:
                 self._end(turn, turn.fail(NonFiniteValues("The model produced values that are not finite.")))
                 continue
             replied = item.start >= len(turn.request.prompt_ids)
-            item.sequence.advance(item.count, Origin.DECODE if replied else Origin.PREFILL)
-            if token is not None:
-                taken.append((item.sequence, *token))
+            item.sequence.advance(item.known, Origin.DECODE if replied else Origin.PREFILL)
+            turn.meter.drafted_tokens += len(item.drafts)
+            if item.wants_logits:
+                taken.append((item.sequence, drawn))
             else:
                 turn.report_prefill()
         self._take(taken)
-        self._tell(self.lights.after(batch, tokens.finite))
+        ran = [item.cut(item.known + len(drawn) - 1) if item.drafts else item
+               for item, (_, drawn) in zip(batch.items, results, strict=True)]  # fmt: skip
+        self._tell(self.lights.after(ScheduledBatch(tuple(ran)), [finite for finite, _ in results]))
 
     def _tell(self, broken: SequenceOf[tuple[Sequence, Violation]]) -> None:
         """The first invariant that does not hold goes into the turn's numbers."""
@@ -366,21 +375,36 @@ class StepLoop:
 
     def _take(self, taken: SequenceOf[Taken]) -> None:
         """What was sampled goes into the replies; beams choose once all of a turn have been run."""
-        for sequence, token_id, logprob, measure in taken:
+        for sequence, drawn in taken:
             turn = self._turns.get(sequence)
             if isinstance(turn, BeamTurn):
+                logprob = drawn[0][1]
                 assert logprob is not None
                 turn.take_top(sequence, logprob.top)
             elif turn is not None:
-                self._count_token(turn)
-                self._end_if(turn, turn.accept(token_id, self._with_text(logprob), measure))
+                self._end_if(turn, self._reply(turn, drawn))
         for turn in self._active():
             if isinstance(turn, BeamTurn) and turn.all_run:
-                self._count_token(turn)
+                self._count_token(turn, turn.meter.gap())
                 self._end_if(turn, self._select_beams(turn))
 
-    def _count_token(self, turn: ActiveTurn) -> None:
-        gap = turn.meter.token()
+    def _reply(self, turn: ActiveTurn, drawn: SequenceOf[Drawn]) -> str | None:
+        """The tokens of one step go into a reply one by one, as if each had had a step of its own; the finish reason if
+        the reply is over. K and V of drafts that did not come true, or come after the end, lie past `cache_pos`."""
+        reason, sequence, share = None, turn.sequence, turn.meter.gap(len(drawn))
+        for index, (token_id, logprob, measure) in enumerate(drawn):
+            if index:
+                sequence.advance(1, Origin.DECODE)
+                turn.meter.accepted_tokens += 1
+            self._count_token(turn, share)
+            reason = turn.accept(token_id, self._with_text(logprob), measure)
+            if reason is not None:
+                break
+        sequence.trim()
+        return reason
+
+    def _count_token(self, turn: ActiveTurn, gap: float | None) -> None:
+        turn.meter.token()
         if gap is not None:
             self.metrics.per_token.add(gap)
 

@@ -17,6 +17,7 @@ from engine.protocol import (
     TokenLogprob,
     TokenMeasure,
 )
+from engine.sampling.prompt_lookup import PromptLookup
 from engine.sampling.sampler import SamplingState
 from engine.sequence import Sequence, common_prefix_len
 from engine.stats import TurnMeter
@@ -68,6 +69,8 @@ class ActiveTurn:
         self.request = request
         self.sequence = sequence
         self.sampling = sampling
+        self.lookup: PromptLookup | None = None
+        """Where drafts come from, if this turn has any."""
         self.meter = meter
         self.stream = stream
         self._detokenizer = detokenizer
@@ -82,6 +85,11 @@ class ActiveTurn:
     def forced_id(self) -> int | None:
         """The id to use in place of the sampled one, if the request brought its own."""
         return None if self._forced is None else next(self._forced, None)
+
+    def useful(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Without those that would come after the reply's end; the step that runs them adds one more token."""
+        kept = drafts[: max(self._max_tokens - self.meter.generated_tokens - 1, 0)]
+        return next((kept[:index] for index, token_id in enumerate(kept) if token_id in self._eos_ids), kept)
 
     def report_prefill(self) -> None:
         self.stream.put(PrefillProgress(self.meter.stats(self.sequence.cache_pos)))

@@ -36,7 +36,7 @@ class Operations:
     plan_attention: Callable[[BatchMetadata, PagedStore, int, int, torch.dtype], Any]
     store_kv: Callable[[Any, int, Tensor], None]
     attention: Callable[[Any, int, Tensor, float, Tensor | None], Tensor]
-    copy_blocks: Callable[[Sequence[Tensor], int, Sequence[tuple[int, int]]], None]
+    copy_blocks: Callable[[Tensor, int, Sequence[Tensor], Sequence[Tensor], Tensor], None]
     geglu: Callable[[Tensor], Tensor] = reference.geglu
     causal_conv: Callable[..., None] = ssm.causal_conv_reference
     ssm_step: Callable[..., None] = ssm.ssm_step_reference
@@ -53,19 +53,27 @@ REFERENCE = Operations(
     plan_attention=reference.plan_attention,
     store_kv=reference.store_kv,
     attention=reference.attention,
-    copy_blocks=reference.copy_blocks,
+    copy_blocks=reference.copy_blocks_out,
 )
 
 
 def operations(device: torch.device, triton: bool = False) -> Operations:
-    """The operations for tensors on `device`; with `triton` the recurrence runs its kernels."""
+    """The operations for tensors on `device`; with `triton` recurrences and copies of blocks run kernels."""
     if not triton:
         return REFERENCE
     from kernels.gpu.causal_conv import causal_conv
+    from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.ssm_chunk import ssm_chunk
     from kernels.gpu.ssm_step import ssm_step
 
-    return replace(REFERENCE, name="triton", causal_conv=causal_conv, ssm_step=ssm_step, ssm_chunk=ssm_chunk)
+    return replace(
+        REFERENCE,
+        name="triton",
+        copy_blocks=copy_blocks,
+        causal_conv=causal_conv,
+        ssm_step=ssm_step,
+        ssm_chunk=ssm_chunk,
+    )
 
 
 @cache

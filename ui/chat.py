@@ -55,6 +55,14 @@ class ChatService:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._causes: dict[str, str] = {}
+        engine.asked_format = self._asked_format
+
+    def _asked_format(self, session_id: str) -> str | None:
+        try:
+            own = self.store.get(session_id).params.get("kv_format")
+        except NotStored:
+            return None
+        return None if own is None else str(own)
 
     # -- acts that produce a reply ----------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ SETTINGS = (
 )
 """Sampling settings that the page offers, in the order of its controls."""
 COUNTS = ("cache_pos", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+DRAFTS = ("drafted_tokens", "accepted_tokens")
+"""Counts that turns of earlier versions lack."""
 RATES = ("ttft_ms", "prefill_ms", "decode_tokens_per_s")
 MISS_COUNTS = ("position", "tokens_lost")
 MISS_TOKENS = ("cached_token", "wanted_token")
@@ -51,6 +53,7 @@ def sound_stats(stats: Mapping[str, Any]) -> bool:
     miss = stats.get("miss")
     return (
         all(_is_count(stats.get(name)) for name in COUNTS)
+        and all(_is_count(stats.get(name, 0)) for name in DRAFTS)
         and all(_is_rate(stats.get(name)) for name in RATES)
         and type(stats.get("seed")) is int
         and isinstance(stats.get("finish_reason"), str | None)
@@ -143,7 +146,7 @@ def list_part(summaries: Sequence[SessionSummary]) -> list[dict[str, Any]]:
 def model_section(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     """The model's facts and how its price per token comes about."""
     names = ("model", "device", "dtype", "kv_format", "max_seq_len", "block_size", "num_layers", "num_kv_heads",
-             "head_dim", "bytes_per_token", "state_layers", "state_bytes", "chat_template")  # fmt: skip
+             "head_dim", "bytes_per_token", "state_layers", "state_bytes", "chat_template", "speculation")  # fmt: skip
     section = {name: capabilities.get(name) for name in names}
     section["kv_formats"] = list(capabilities.get("kv_formats", ()))
     section["chat_templates"] = list(capabilities.get("chat_templates", ()))

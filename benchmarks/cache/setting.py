@@ -32,13 +32,17 @@ class Setting:
     decode_contexts: Sequence[int] = (128, 256, 512, 1024, 2048)
     beams: int = 4
     beam_tokens: int = 48
+    window_tokens: int = 10_000
+    window: int = 1024
+    sinks: int = 4
+    window_turn: int = 1000
     rounds: int = 3
 
 
 @contextmanager
 def running(setting: Setting, folder: Path, **options: Any) -> Iterator[LocalEngine]:
     """An engine on the benchmark's model, its data in `folder`; stopped, and its snapshots written, at the end."""
-    engine = LocalEngine(EngineConfig(data_dir=folder, model=str(setting.model), **options))
+    engine = LocalEngine(EngineConfig(data_dir=folder, model=str(setting.model), speculation="off", **options))
     engine.start()
     try:
         engine.wait_ready()

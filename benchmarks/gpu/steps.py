@@ -1,9 +1,9 @@
 """Whole decode steps of one sequence, per weight format, against the bytes that they must read.
 
 `step_ms`: the engine's replayed graph, queued without waiting: what the card needs. `tokens_per_s`: the engine itself,
-with its thread, its sampling and its text. What its steps take longer than the card needs is the gap in which the card
-waits (the few operations that sample count as waiting). Peer: transformers' `generate` with a static cache, compiled as
-it chooses, with random weights of the same shape and dtype.
+with its thread and its text. What its steps take longer than the card needs, draw of the token included, is the gap in
+which the card waits. Peer: transformers' `generate` with a static cache, compiled as it chooses, with random weights of
+the same shape and dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from engine.loader import CUDA_LIMITS, EngineParts, assemble
 from engine.local import LocalEngine
 from engine.memory_plan import MemoryPlan, ModelSizes, human_bytes, kv_bytes_per_token, plan_memory
 from engine.protocol import Finished, GenerateRequest
+from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import SamplingState
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
 
@@ -86,7 +88,11 @@ class Ours:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         config = EngineConfig(
-            Path("unused"), device=device.type, max_seq_len=setting.max_seq_len, block_size=BLOCK_SIZE
+            Path("unused"),
+            device=device.type,
+            max_seq_len=setting.max_seq_len,
+            block_size=BLOCK_SIZE,
+            speculation="off",
         )
         self._parts: EngineParts = assemble(config, self.model, plain_tokenizer(shape.vocab), shape.name)
         self.kv_format = self._parts.kv_format
@@ -109,7 +115,7 @@ class Ours:
         return self.model.weight_bytes + self._parts.cache.reserved_bytes
 
     def step(self) -> Callable[[], object]:
-        """The decode step at the middle of the reply, over a cache of its own."""
+        """The decode step at the middle of the reply, up to its token, over a cache of its own."""
         spec, count = self._parts.cache.spec, self.setting.context
         blocks = -(-count // spec.block_size) + 1
         cache = KVCache(spec, self.device, max_blocks=blocks)
@@ -122,8 +128,11 @@ class Ours:
         batch = ScheduledBatch((ScheduledItem(sequence, count - 1, 1, True),))
         token_ids, meta = build_metadata(batch, spec.block_size, self.device)
         graphs = DecodeGraphs(self.model, cache, self.setting.max_seq_len)
-        graphs.run(token_ids, meta)
-        return lambda: graphs.run(token_ids, meta)
+        vocab_size = self.model.config.vocab_size
+        sampler = DeviceSampler(vocab_size, self.device, 1)
+        sampler.prepare([SamplingState(SamplingParams(temperature=0), (), vocab_size)], [None])
+        graphs.run(token_ids, meta, sampler)
+        return lambda: graphs.run(token_ids, meta, sampler)
 
     def close(self) -> None:
         self._engine.close()

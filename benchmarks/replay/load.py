@@ -1,6 +1,7 @@
 """Recorded sessions as load: all at once, each turn when it was asked for, prompts and replies as they were.
 
-Replies are given rather than drawn, so that every replay has the same work and the next prompt finds the same cache.
+Replies are given rather than drawn, so that every replay has the same work and the next prompt finds the same cache; no
+tokens are guessed ahead then.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ def rerun(engine: LocalEngine, sessions: Sequence[RecordedSession]) -> Iterator[
 
 
 def _prepare_cache(engine: LocalEngine, session_id: str, turn: RecordedTurn) -> None:
-    """What a turn computes decides on rounding: it is to find as much in the cache as it did, an empty one, or a
-    beginning that another session had computed."""
+    """What a turn computes decides on rounding: it is to find as much in the cache as it did, also where a restart had
+    lost it, or where another session had computed a beginning."""
     then = turn.stats.get("reused_tokens")
     if not isinstance(then, int):
         return
-    if then == 0:
+    if then < engine.cached_prefix(session_id, turn.prompt_ids):
         engine.release(session_id)
-    elif then > engine.cached_prefix(session_id, turn.prompt_ids):
+    if then > engine.cached_prefix(session_id, turn.prompt_ids):
         # As long as the prompt, so that the step is one of its kind, but with another end.
         rest = turn.prompt_ids[then:]
         other = tuple((token_id + 1) % engine.capabilities()["vocab_size"] for token_id in rest)

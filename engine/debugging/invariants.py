@@ -69,18 +69,16 @@ class InvariantLights:
             return Violation("next_position_is_length", f"The next token goes to position {start}, but "
                              f"{sequence.cache_pos} tokens are in the cache.")  # fmt: skip
         # A prefill may have been put back and begun anew; a token that follows the last one was not.
-        end = self._ends.get(sequence, start) if item.count == 1 else start
+        end = self._ends.get(sequence, start) if item.known == 1 else start
         if start != end:
             return Violation("cache_length_is_tokens_run", f"The cache is said to hold {start} tokens, but {end} were "
                              "run.")  # fmt: skip
-        found = (self._written(sequence, table, start, item.count, written) for table in sequence.block_tables)
+        found = (self._written(item, table, written) for table in sequence.block_tables)
         return next((violation for violation in found if violation is not None), None)
 
-    def _written(
-        self, sequence: Sequence, table: list[int], start: int, count: int, written: dict[int, Sequence]
-    ) -> Violation | None:
+    def _written(self, item: ScheduledItem, table: list[int], written: dict[int, Sequence]) -> Violation | None:
         """Of the blocks of one group of layers that the next step writes."""
-        size = self._cache.block_size
+        size, sequence, start, count = self._cache.block_size, item.sequence, item.start, item.count
         for index in range(start // size, -(-(start + count) // size)):
             self.comparisons += 2
             if index >= len(table) or table[index] == NULL_BLOCK:
@@ -91,7 +89,8 @@ class InvariantLights:
                                  f"{owners} owners.")  # fmt: skip
             if written.setdefault(table[index], sequence) is not sequence:
                 return Violation("written_block_has_one_owner", f"Two sequences write block {table[index]}.")
-        if start % size == 0 or count > 1:
+        begun = -(-start // size) < -(-(start + count) // size)
+        if begun or item.known > 1:
             self.comparisons += len(table)
             held = [block_id for block_id in table if block_id != NULL_BLOCK]
             if len(set(held)) != len(held):

@@ -96,7 +96,9 @@ def redraw(
     logits = yield from replay.slices((*prompt, *before), 1, parts.limits.mixed_batch_tokens)
     drawn: list[int] = []
     while True:
-        token_id = Sampler().sample(_finite(logits)[-1:], [state]).token_ids[0]
+        found = Sampler().sample(_finite(logits)[-1:], [state]).token_ids[0]
+        assert found is not None  # it is no draft
+        token_id = found
         if token_id in ends:
             return Redrawn(tuple(drawn), None, True)
         drawn.append(token_id)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
-from kernels.dispatch import operations
+from kernels.dispatch import operations, triton_runs_on
 from kernels.kv_format import fill_extent_table
 from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
@@ -59,7 +59,7 @@ class KVCache:
         # As long as the cache may ever need it: a captured CUDA graph holds its address, only its content changes.
         count = 1 if max_blocks is None else -(-max_blocks // self.blocks_per_extent)
         self.extent_table = torch.zeros(count, 2, dtype=torch.int64, device=device)
-        self._operations = operations(device)
+        self._operations = operations(device, triton_runs_on(device))
         self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @property
@@ -111,9 +111,9 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, in order; pairs of (source, target) block ids."""
-        for extents in (self.extents, self.scale_extents):
-            if extents:
-                self._operations.copy_blocks(extents, self.blocks_per_extent, pairs)
+        where = (self.blocks_per_extent, self.extents, self.scale_extents, self.extent_table)
+        for run in _apart(pairs):
+            self._operations.copy_blocks(torch.tensor(run, device=self.device), *where)
 
     def export_blocks(self, block_ids: Sequence[int]) -> dict[str, Tensor]:
         """Host copies of whole blocks, all layers, in order: "data" [n, *block_shape] and, where the format has them,
@@ -199,3 +199,19 @@ class KVCache:
 
 def _kind(extent: Tensor, count: int) -> tuple[tuple[int, ...], torch.dtype]:
     return (count, *extent.shape[1:]), extent.dtype
+
+
+def _apart(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs in runs that may be copied at once: no target is in another pair of its run."""
+    run: list[tuple[int, int]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, target in pairs:
+        if source in written or target in read | written:
+            yield run
+            run, read, written = [], set(), set()
+        run.append((source, target))
+        read.add(source)
+        written.add(target)
+    if run:
+        yield run

@@ -133,10 +133,12 @@ class PrefixCache:
         """A sequence that moves on along `path` has no more use for this block of a group with a window: it is freed if
         nobody else has, and if no other branch of the tree begins where it would be needed."""
         node, size = path[index], self.block_size
-        if self._level(node).get(node.key) is not node:  # a private one, which has no reference of its own
-            node.block_ids[group] = NULL_BLOCK
-            return
         block_id = node.block_ids[group]
+        if self._level(node).get(node.key) is not node:
+            # A private one, which has no reference of its own; a fork may be letting go of what the session still has.
+            if block_id != NULL_BLOCK and not self.pool.ref_count(block_id):
+                node.block_ids[group] = NULL_BLOCK
+            return
         if block_id == NULL_BLOCK or self.pool.ref_count(block_id) > 1:
             return
         for later in range(index, len(path)):

@@ -42,7 +42,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`qkv` yields all query heads, then key heads, then value heads; `q_norm`, `k_norm` [head_dim] where used.
+    """`qkv` yields all query heads, then key heads, then value heads; queries alone where another layer's K and V are
+    used. `q_norm`, `k_norm` [head_dim] where used, and `v_norm`, which is all ones.
 
     `layer` counts the layers that attend, `rope` is the layer's among `DecoderWeights.ropes`.
     """
@@ -53,6 +54,7 @@ class Attention:
     o: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+    v_norm: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -67,14 +69,15 @@ class Attention:
         """x [T, hidden] -> [T, hidden]; the tokens' K and V are stored first, so each sees itself."""
         heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)
         queries, turned = heads[:, : config.num_heads], heads[:, : config.num_heads + config.num_kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            keys = turned[:, config.num_heads :]
-            queries.copy_(ops.rms_norm(queries, self.q_norm, config.rms_norm_eps))
-            keys.copy_(ops.rms_norm(keys, self.k_norm, config.rms_norm_eps))
+        keys, values = turned[:, config.num_heads :], heads[:, config.num_heads + config.num_kv_heads :]
+        for part, norm in ((queries, self.q_norm), (keys, self.k_norm), (values, self.v_norm)):
+            if norm is not None:
+                part.copy_(ops.rms_norm(part, norm, config.rms_norm_eps))
         turn, sink_queries = step.turns[self.layer], None
         if turn.sinks is not None:
             sink_queries = queries.clone()
             ops.rotary(sink_queries[..., : config.rotary_dim], *turn.sinks)
         ops.rotary(turned[..., : config.rotary_dim], *turn.own)
-        ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
+        if config.owns_kv(self.layer):
+            ops.store_kv(step.plan, self.layer, heads[:, config.num_heads :])
         return self.o(ops.attention(step.plan, self.layer, queries, config.attention_scale, sink_queries))

@@ -68,12 +68,27 @@ class SSMConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Sizes of `engine.models.altup`: layers run on stream `active` of `streams`. Each layer has `input_size` inputs of
+    its own for a token, of a table for `input_vocab` tokens; `scales`: what they are mixed into is scaled first."""
+
+    streams: int
+    active: int
+    scales: bool
+    laurel_rank: int
+    input_size: int
+    input_vocab: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes of a decoder whose layers mix tokens by attention or, those in `ssm_layers`, by a Mamba-2 recurrence.
 
     `tied` None: the head is the embedding if the file has no other. `sliding_window` None: all tokens are attended to,
     as they are by the `global_layers` in any case; layers with the window have `local_rope` where it is given.
     `query_scale` multiplies scores, 0 means one over the root of head_dim; `embedding_scale` what is embedded.
+    `kv_owners` says for each layer that attends whose K and V it uses; empty: its own. `logit_cap` bounds logits, 0: it
+    does not. `gate_sparsity` is the share of each layer's gate that is set to 0; empty: none.
     Without attention `num_heads`, `num_kv_heads` and `head_dim` are 0, without MLPs `intermediate_size`.
     """
 
@@ -95,6 +110,10 @@ class ModelConfig:
     query_scale: float = 0.0
     embedding_scale: float = 1.0
     activation: str = "silu"
+    kv_owners: tuple[int, ...] = ()
+    logit_cap: float = 0.0
+    gate_sparsity: tuple[float, ...] = ()
+    altup: AltUpConfig | None = None
     ssm: SSMConfig | None = None
     ssm_layers: tuple[int, ...] = ()
 
@@ -108,6 +127,10 @@ class ModelConfig:
         """What each layer that attends sees of the past, in tokens with the newest; None: all."""
         attending = (layer for layer in range(self.num_layers) if layer not in self.ssm_layers)
         return tuple(None if layer in self.global_layers else self.sliding_window for layer in attending)
+
+    def owns_kv(self, kv_layer: int) -> bool:
+        """Whether a layer, counted among those that attend, has K and V."""
+        return not self.kv_owners or self.kv_owners[kv_layer] == kv_layer
 
     @property
     def attention_scale(self) -> float:

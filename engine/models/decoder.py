@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.ssm_state import SSMStatePool, SSMStateSpec
+from engine.models.altup import AltUp, AltUpLayer, sparse_gate
 from engine.models.attention import Attention, StepContext, Tables, Turn
 from engine.models.config import ModelConfig
 from engine.models.layers import Embedding, Linear, WeightFormat
@@ -28,16 +29,20 @@ Mixer = Attention | Recurrence
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """norm float [hidden]; `gate_up` yields gate, then up. `post_norm` [hidden] norms the result where used."""
+    """norm float [hidden]; `gate_up` yields gate, then up. `post_norm` [hidden] norms the result where used;
+    `sparsity` is the share of the gate that is set to 0."""
 
     norm: Tensor
     gate_up: Linear
     down: Linear
     post_norm: Tensor | None = None
+    sparsity: float = 0.0
 
     def __call__(self, x: Tensor, config: ModelConfig, ops: Operations) -> Tensor:
         """x [T, hidden], before the norm -> [T, hidden] to add to it."""
         gate_up = self.gate_up(ops.rms_norm(x, self.norm, config.rms_norm_eps))
+        if self.sparsity:
+            gate_up = sparse_gate(gate_up, self.sparsity)
         result = self.down(ops.swiglu(gate_up) if config.activation == "silu" else ops.geglu(gate_up))
         return result if self.post_norm is None else ops.rms_norm(result, self.post_norm, config.rms_norm_eps)
 
@@ -46,22 +51,25 @@ class GatedMLP:
 class DecoderLayer:
     """What mixes tokens, with the norm before it (float [hidden]), and the MLP where the architecture has one.
 
-    `post_norm` [hidden] norms the mixer's result where used."""
+    `post_norm` [hidden] norms the mixer's result where used; `altup` is what a model of several streams adds."""
 
     mixer_norm: Tensor
     mixer: Mixer
     mlp: GatedMLP | None
     post_norm: Tensor | None = None
+    altup: AltUpLayer | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.mixer.linears + (() if self.mlp is None else (self.mlp.gate_up, self.mlp.down))
+        mlp = () if self.mlp is None else (self.mlp.gate_up, self.mlp.down)
+        return (*self.mixer.linears, *mlp, *(() if self.altup is None else self.altup.linears))
 
     @property
     def nbytes(self) -> int:
         mlp, norms = self.mlp, [self.mixer_norm, self.post_norm]
         norms += [] if mlp is None else [mlp.norm, mlp.post_norm]
         linears = 0 if mlp is None else mlp.gate_up.nbytes + mlp.down.nbytes
+        linears += 0 if self.altup is None else self.altup.nbytes
         return self.mixer.nbytes + linears + sum(norm.nbytes for norm in norms if norm is not None)
 
 
@@ -84,17 +92,20 @@ class DecoderWeights:
     head: Linear
     ropes: tuple[Rope, ...]
     tied_in_memory: bool
+    altup: AltUp | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held; a matrix that embedding and head share counts once."""
         shared = 0 if self.tied_in_memory else self.embedding.nbytes
+        shared += 0 if self.altup is None else self.altup.nbytes
         return shared + self.head.nbytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
 
     def block_formats(self) -> str:
         """What matrices in blocks are kept in, the formats that take most bytes first; empty if there are none."""
         sizes: Counter[str] = Counter()
         linears = [linear for layer in self.layers for linear in layer.linears]
+        linears += [] if self.altup is None else self.altup.linears
         for linear in (*linears, self.head):
             for name, nbytes in linear.formats:
                 sizes[name] += nbytes
@@ -103,6 +114,11 @@ class DecoderWeights:
 
 class StepAbandoned(Exception):
     """Nobody wants the result of the step any more; what it stored lies past every `cache_pos`."""
+
+
+def _go_on(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise StepAbandoned
 
 
 class DecoderModel:
@@ -172,33 +188,52 @@ class DecoderModel:
     ) -> Tensor:
         """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token.
 
-        `states` holds the recurrent states of a model that has such, moved on by the step. Where layers run one by one,
-        raises `StepAbandoned` as soon as `abandoned()` is true between two of them.
+        `states` holds the recurrent states of a model that has such, moved on by the step. Raises `StepAbandoned` as
+        soon as `abandoned()` is true between two layers; a step of few tokens does not ask.
         """
         ops, config, weights = self._operations, self.config, self.weights
-        if self._fused is not None and self._fused.fits(len(token_ids), cache):
-
-            def between() -> None:
-                if abandoned():
-                    raise StepAbandoned
-
-            return self._fused(weights.embedding(token_ids), cache, meta, between)
-        step = self._step_context(cache, meta, states)
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
-        for layer in weights.layers:
-            if abandoned():
-                raise StepAbandoned
-            mixed = layer.mixer(ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step, config, ops)
-            if layer.post_norm is not None:
-                mixed = ops.rms_norm(mixed, layer.post_norm, config.rms_norm_eps)
-            x += mixed
-            if layer.mlp is not None:
-                x += layer.mlp(x, config, ops)
+        if self._fused is not None and self._fused.fits(len(token_ids), cache):
+            return self._fused(x, cache, meta, lambda: _go_on(abandoned))
+        step = self._step_context(cache, meta, states)
+        if weights.altup is not None:
+            x = self._through_streams(weights.altup, token_ids, x, step, abandoned)
+        else:
+            for layer in weights.layers:
+                _go_on(abandoned)
+                x += self._mixed(layer, ops.rms_norm(x, layer.mixer_norm, config.rms_norm_eps), step)
+                if layer.mlp is not None:
+                    x += layer.mlp(x, config, ops)
         if states is not None and step.states is not None:
             states.put_back(step.states)
         return ops.rms_norm(x, weights.norm, config.rms_norm_eps)
+
+    def _mixed(self, layer: DecoderLayer, normed: Tensor, step: StepContext) -> Tensor:
+        """normed [T, hidden] -> what the layer's mixer adds to the residual."""
+        mixed = layer.mixer(normed, step, self.config, self._operations)
+        if layer.post_norm is None:
+            return mixed
+        return self._operations.rms_norm(mixed, layer.post_norm, self.config.rms_norm_eps)
+
+    def _through_streams(
+        self, altup: AltUp, token_ids: Tensor, x: Tensor, step: StepContext, abandoned: Callable[[], bool]
+    ) -> Tensor:
+        """x [T, hidden] through all layers of a model of several streams; of these each layer runs on one."""
+        ops, config, eps, sizes = self._operations, self.config, self.config.rms_norm_eps, altup.sizes
+        own, streams = altup.own_inputs(token_ids, x, eps, ops), altup.streams(x)
+        for index, layer in enumerate(self.weights.layers):
+            _go_on(abandoned)
+            assert layer.altup is not None and layer.mlp is not None
+            predicted = layer.altup.predicted(streams, sizes, eps, ops)
+            active = predicted[sizes.active]
+            normed = ops.rms_norm(active, layer.mixer_norm, eps)
+            active = (active + self._mixed(layer, normed, step) + layer.altup.laurel(normed, eps, ops)) * 2**-0.5
+            active = active + layer.mlp(active, config, ops)
+            streams = layer.altup.corrected(predicted, active, sizes, eps, ops)
+            streams[1:] += layer.altup.own_input(streams[sizes.active], own[index], sizes, eps, ops)
+        return altup.merged(streams)
 
     def _step_context(self, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None) -> StepContext:
         config, plan = self.config, None
@@ -230,4 +265,5 @@ class DecoderModel:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] after the final norm -> logits float32 [N, vocab]."""
-        return self.weights.head(hidden).float()
+        logits, cap = self.weights.head(hidden).float(), self.config.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

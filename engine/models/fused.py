@@ -27,10 +27,14 @@ def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
     for layer in weights.layers:
         qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, PlaneLinear))
         norms = _norms(layer)
-        layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms))
+        assert isinstance(layer.mixer, Attention) and layer.mlp is not None
+        posts = (layer.post_norm, layer.mlp.post_norm)
+        layers.append(gpu_step.LayerParts(qkv, o, gate_up, down, *norms, *posts, layer.mixer.rope))
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    heads = gpu_step.Heads(*sizes, weights.ropes[0].inv_freq, weights.ropes[0].scale, config.attention_scale)
-    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps)
+    ropes = tuple((rope.inv_freq, rope.scale) for rope in weights.ropes)
+    heads = gpu_step.Heads(*sizes, ropes, config.attention_scale)
+    gelu = config.activation == "gelu_tanh"
+    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps, gelu)
 
 
 def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
@@ -56,13 +60,14 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
 
 def fused_layers(config: ModelConfig, weights: DecoderWeights, fmt: WeightFormat) -> Fused | None:
     """The layers as kernels of the weight format take them; None where they are run operation by operation, as layers
-    with a recurrence always are, and those with another activation, norms after their parts or several ropes."""
-    plain = config.activation == "silu" and all(layer.post_norm is None for layer in weights.layers)
-    if config.ssm_layers or not plain or len(weights.ropes) > 1:
+    with a recurrence and those of several streams always are, and, on a CPU, those with another activation, norms after
+    their parts or several ropes."""
+    if config.ssm_layers or config.altup is not None:
         return None
     if fmt.planes:
         return triton_layers(config, weights)
-    return cpu_layers(config, weights) if fmt.blocks else None
+    plain = config.activation == "silu" and all(layer.post_norm is None for layer in weights.layers)
+    return cpu_layers(config, weights) if fmt.blocks and plain and len(weights.ropes) == 1 else None
 
 
 def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelFileError
+from engine.models.altup import AltUp, AltUpLayer
 from engine.models.architecture import Architecture
 from engine.models.attention import Attention
 from engine.models.bamba import BAMBA
@@ -16,6 +17,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLayer, DecoderModel, DecoderWeights, GatedMLP, Mixer, Rope
 from engine.models.fused import fused_layers
 from engine.models.gemma3 import GEMMA3
+from engine.models.gemma3n import GEMMA3N
 from engine.models.layers import Embedding, Linear, PlainLinear, TableEmbedding, WeightFormat, WeightLoader, pick_format
 from engine.models.llama import LLAMA
 from engine.models.mamba2 import MAMBA2
@@ -32,7 +34,7 @@ from kernels.dispatch import operations, triton_runs_on
 
 __all__ = ["ARCHITECTURES", "DecoderModel", "build_model", "load_model"]
 
-ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA3, MAMBA2, BAMBA)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA3, GEMMA3N, MAMBA2, BAMBA)
 _LOADER_THREADS = 2
 
 
@@ -126,6 +128,7 @@ def _load_weights(
         head=head_job.result(),
         ropes=_ropes(loader, config),
         tied_in_memory=tied,
+        altup=_load_altup(loader, config),
     )
 
 
@@ -167,22 +170,57 @@ def _load_layer(loader: WeightLoader, architecture: Architecture, config: ModelC
             gate_up=loader.linear(prefix + "gate", prefix + "up"),
             down=loader.linear(prefix + "down"),
             post_norm=_norm(loader, architecture, prefix + "mlp_post_norm") if architecture.post_norms else None,
+            sparsity=config.gate_sparsity[layer] if config.gate_sparsity else 0.0,
         )
     if architecture.post_norms:
         post_norm = _norm(loader, architecture, prefix + "attn_post_norm")
-    return DecoderLayer(_norm(loader, architecture, prefix + "attn_norm"), mixer, mlp, post_norm)
+    altup = _load_altup_layer(loader, prefix) if config.altup is not None else None
+    return DecoderLayer(_norm(loader, architecture, prefix + "attn_norm"), mixer, mlp, post_norm, altup)
 
 
 def _load_attention(
     loader: WeightLoader, architecture: Architecture, config: ModelConfig, prefix: str, kv_layer: int
 ) -> Attention:
+    own = config.owns_kv(kv_layer)
+    ones = torch.ones(config.head_dim, dtype=loader.format.compute_dtype, device=loader.device)
     return Attention(
         layer=kv_layer,
         rope=1 if config.local_rope is not None and config.windows[kv_layer] is not None else 0,
-        qkv=loader.linear(prefix + "q", prefix + "k", prefix + "v"),
+        qkv=loader.linear(*(prefix + name for name in ("q", "k", "v")[: 3 if own else 1])),
         o=loader.linear(prefix + "o"),
         q_norm=_norm(loader, architecture, prefix + "q_norm") if architecture.qk_norm else None,
-        k_norm=_norm(loader, architecture, prefix + "k_norm") if architecture.qk_norm else None,
+        k_norm=_norm(loader, architecture, prefix + "k_norm") if architecture.qk_norm and own else None,
+        v_norm=ones if architecture.v_norm and own else None,
+    )
+
+
+def _load_altup(loader: WeightLoader, config: ModelConfig) -> AltUp | None:
+    if config.altup is None:
+        return None
+    others = range(1, config.altup.streams)
+    return AltUp(
+        sizes=config.altup,
+        own_embedding=loader.embedding("own_embed.weight"),
+        own_projection=loader.linear("own_projection"),
+        own_norm=loader.vector("own_norm.weight"),
+        expand=tuple(loader.linear(f"expand.{stream - 1}") for stream in others),
+        merge=tuple(loader.linear(f"merge.{stream - 1}") for stream in others),
+    )
+
+
+def _load_altup_layer(loader: WeightLoader, prefix: str) -> AltUpLayer:
+    return AltUpLayer(
+        norm=loader.vector(prefix + "altup_norm.weight"),
+        router=loader.vector(prefix + "altup_router.weight"),
+        predict=loader.vector(prefix + "altup_predict.weight"),
+        correct=loader.vector(prefix + "altup_correct.weight"),
+        scale=loader.vector(prefix + "altup_scale"),
+        laurel_left=loader.linear(prefix + "laurel_left"),
+        laurel_right=loader.linear(prefix + "laurel_right"),
+        laurel_norm=loader.vector(prefix + "laurel_norm.weight"),
+        input_gate=loader.linear(prefix + "own_gate"),
+        input_projection=loader.linear(prefix + "own_out"),
+        input_norm=loader.vector(prefix + "own_out_norm.weight"),
     )
 
 

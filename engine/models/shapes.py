@@ -46,8 +46,9 @@ def _expected_shapes(architecture: Architecture, config: ModelConfig, tied: bool
     yield "norm.weight", (hidden,), True
     if not tied:
         yield "head.weight", (config.vocab_size, hidden), True
+    yield from _altup(config)
     for layer in range(config.num_layers):
-        prefix = f"layers.{layer}."
+        prefix, before = f"layers.{layer}.", sum(1 for other in config.ssm_layers if other < layer)
         yield prefix + "attn_norm.weight", (hidden,), True
         if architecture.post_norms:
             yield prefix + "attn_post_norm.weight", (hidden,), True
@@ -55,19 +56,41 @@ def _expected_shapes(architecture: Architecture, config: ModelConfig, tied: bool
         if layer in config.ssm_layers:
             yield from _recurrence(prefix, config)
         else:
-            yield from _attention(prefix, architecture, config)
+            yield from _attention(prefix, architecture, config, config.owns_kv(layer - before))
         if architecture.mlp:
             yield prefix + "mlp_norm.weight", (hidden,), True
             yield from _products(prefix, _mlp_products(config))
 
 
-def _attention(prefix: str, architecture: Architecture, config: ModelConfig) -> Expected:
+def _attention(prefix: str, architecture: Architecture, config: ModelConfig, own: bool) -> Expected:
+    """`own`: it has K and V."""
     hidden, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield from _products(prefix, (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden)), architecture.qkv_bias)
+    sizes = (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden))
+    yield from _products(prefix, sizes[: 3 if own else 1], architecture.qkv_bias)
     yield from _products(prefix, (("o", hidden, q),))
     if architecture.qk_norm:
         yield prefix + "q_norm.weight", (config.head_dim,), True
+    if architecture.qk_norm and own:
         yield prefix + "k_norm.weight", (config.head_dim,), True
+
+
+def _altup(config: ModelConfig) -> Expected:
+    sizes, hidden = config.altup, config.hidden_size
+    if sizes is None:
+        return
+    streams, size, rank = sizes.streams, sizes.input_size, sizes.laurel_rank
+    yield "own_embed.weight", (sizes.input_vocab, config.num_layers * size), True
+    yield "own_norm.weight", (size,), True
+    others = [(f"{name}.{stream}", hidden, hidden) for name in ("expand", "merge") for stream in range(streams - 1)]
+    yield from _products("", (("own_projection", config.num_layers * size, hidden), *others))
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}."
+        for name in ("altup_norm.weight", "altup_scale", "laurel_norm.weight", "own_out_norm.weight"):
+            yield prefix + name, (hidden,), True
+        small = ("altup_router", streams, hidden), ("altup_predict", streams**2, streams)
+        yield from _products(prefix, (*small, ("altup_correct", streams, streams)))
+        yield from _products(prefix, (("laurel_left", rank, hidden), ("laurel_right", hidden, rank)))
+        yield from _products(prefix, (("own_gate", size, hidden), ("own_out", hidden, size)))
 
 
 def _recurrence(prefix: str, config: ModelConfig) -> Expected:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.batch import AttentionMetadata
+from engine.cuda_graph import padded_rows
 from engine.sampling.row_states import RowStates, needs_row
 from engine.sampling.sampler import SamplingState
-from engine.sampling.step import Forced, StepOutput, StepTokens
+from engine.sampling.step import Drafts, Forced, StepOutput, StepTokens
 from kernels.gpu.sample import sample, scratch_width
 from kernels.reference.sampling import NOT_FINITE, SETTINGS
 
@@ -40,23 +41,36 @@ class DeviceSampler:
         self._greedy, self._uses_own = True, False
 
     @property
-    def variant(self) -> tuple[bool, bool]:
-        """What a captured `launch` holds: whether all rows are greedy, and whether any has a state of its own."""
-        return self._greedy, self._uses_own
+    def variant(self) -> tuple[bool, int]:
+        """What a captured `launch` holds: whether all rows are greedy, and the rows of the states it reads and writes.
 
-    def prepare(self, requests: Sequence[SamplingState], forced: Forced) -> None:
-        """Send the settings of a step's rows on their way to the device; rows beyond them are padding."""
+        States that grew lie elsewhere, and have more rows than any that a graph was captured with.
+        """
+        return self._greedy, len(self._states().seen)
+
+    def verifies(self, state: SamplingState) -> bool:
+        """Whether several rows of this request may be drawn in one step: what earlier tokens of it count for is only
+        known once these are drawn."""
+        return self._draws(state, None) and not needs_row(state)
+
+    def prepare(self, requests: Sequence[SamplingState], forced: Forced, drafts: Drafts | None = None) -> None:
+        """Send the settings of a step's rows on their way to the device; rows beyond them are padding. Drafts belong to
+        requests that it `verifies`."""
         if not requests:
             return
         rows = [state if self._draws(state, forced[row]) else None for row, state in enumerate(requests)]
         self._greedy = all(state is None or state.params.temperature == 0 for state in rows)
-        self._uses_own = any(state is not None and needs_row(state) for state in rows)
+        wanting = sum(state is not None and needs_row(state) for state in rows)
+        self._uses_own = wanting > 0
         if self._own is not None:
             self._own.keep(requests)
+        self._make_room(wanting)
         self._values[:] = [_NEUTRAL.get(name, 0.0) for name in SETTINGS]
+        ahead = 0
         for row, state in enumerate(rows):
+            ahead = ahead + 1 if drafts is not None and drafts[row] is not None else 0
             if state is not None:
-                self._values[row] = self._settings_of(state)
+                self._values[row] = self._settings_of(state, ahead)
         self._settings.copy_(self._host, non_blocking=True)
 
     def launch(self, hidden: Tensor, logits: Tensor, meta: AttentionMetadata) -> Tensor:
@@ -66,7 +80,7 @@ class DeviceSampler:
         Every logit is a sum over the whole hidden row: where each token has logits these tell enough.
         """
         rows = len(logits)
-        states = self._states() if self._uses_own else self._shared
+        states = self._states()
         out, scratch, settings = self._out[:rows], self._scratch[:rows], self._settings[:rows]
         sample(logits, settings, states.seen, states.counts, states.bias, scratch, out, self._greedy)
         if len(hidden) == rows:
@@ -83,7 +97,12 @@ class DeviceSampler:
         self._settings.copy_(self._host, non_blocking=True)
 
     def tokens(
-        self, drawn: Tensor, output: StepOutput, requests: Sequence[SamplingState], forced: Forced
+        self,
+        drawn: Tensor,
+        output: StepOutput,
+        requests: Sequence[SamplingState],
+        forced: Forced,
+        drafts: Drafts | None = None,
     ) -> StepTokens:
         """Wait for what `launch` returned: the step's one copy to the host."""
         values, count = drawn.tolist(), len(requests)
@@ -91,6 +110,8 @@ class DeviceSampler:
         tokens.drop(index for row, index in enumerate(output.wanted) if values[row] == NOT_FINITE)
         left = []
         for row, index in enumerate(output.wanted):
+            if drafts is not None and drafts[row] is not None and tokens.token_ids[row - 1] != drafts[row]:
+                continue
             if tokens.finite[index] and self._draws(requests[row], forced[row]):
                 tokens.token_ids[row] = values[row]
                 requests[row].accept(values[row])
@@ -107,11 +128,11 @@ class DeviceSampler:
         may_ban_all = len(params.logit_bias) == self._vocab_size
         return forced is None and params.top_logprobs is None and not state.hooks and not may_ban_all
 
-    def _settings_of(self, state: SamplingState) -> list[float]:
+    def _settings_of(self, state: SamplingState, ahead: int) -> list[float]:
         """In the order of `SETTINGS`."""
         params = state.params
         return [
-            state.next_uniform() if params.temperature else 0.0,
+            state.next_uniform(ahead) if params.temperature else 0.0,
             params.temperature,
             params.top_k,
             params.top_p,
@@ -124,7 +145,10 @@ class DeviceSampler:
         ]
 
     def _states(self) -> RowStates:
-        """Made when a request first needs one: at a large vocabulary 64 rows take 90 MB."""
-        if self._own is None:
-            self._own = RowStates(self._max_rows + 1, self._vocab_size, self._device)
-        return self._own
+        """Those that the step's rows point into."""
+        return self._own if self._own is not None and self._uses_own else self._shared
+
+    def _make_room(self, wanting: int) -> None:
+        """At a large vocabulary a row takes more than a megabyte: there are as many as were ever wanted, padded."""
+        if wanting and (self._own is None or wanting >= len(self._own.seen)):
+            self._own = RowStates(min(padded_rows(wanting), self._max_rows) + 1, self._vocab_size, self._device)

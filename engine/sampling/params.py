@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.config import KV_FORMATS
+from engine.config import KV_FORMATS, SPECULATION
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
@@ -22,6 +22,7 @@ class SamplingParams:
     `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off; penalties are neutral at 1.0 (repetition)
     and 0.0 (presence, frequency).
     `kv_format` is how its session's keys and values are kept; None: as the engine keeps them.
+    `speculation`: whether tokens are guessed and run ahead; None: as the engine does. It changes no token.
     """
 
     temperature: float = 0.7
@@ -38,6 +39,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
     kv_format: str | None = None
+    speculation: str | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, 100.0)
@@ -56,6 +58,10 @@ class SamplingParams:
         if self.kv_format is not None and self.kv_format not in KV_FORMATS[1:]:
             known = ", ".join(KV_FORMATS[1:])
             raise InvalidRequest(f"kv_format must be one of {known}, not {_shown(self.kv_format)}.")
+        if self.speculation is not None and self.speculation not in SPECULATION:
+            raise InvalidRequest(
+                f"speculation must be one of {', '.join(SPECULATION)}, not {_shown(self.speculation)}."
+            )
         _check_stop(self.stop)
         for token_id, bias in self.logit_bias.items():
             check_whole("logit_bias token id", token_id, 0, 2**31)

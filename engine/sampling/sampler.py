@@ -46,9 +46,10 @@ class SampledLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One entry per request, in order; `logprobs[i]` is None unless the request asked for them."""
+    """One entry per row of logits, in order. `token_ids[i]` is None where the row's draft did not come true,
+    `logprobs[i]` unless the request asked for them."""
 
-    token_ids: list[int]
+    token_ids: list[int | None]
     logprobs: list[SampledLogprob | None]
 
 
@@ -86,11 +87,11 @@ class SamplingState:
     def generated_count(self) -> int:
         return len(self.reply_ids)
 
-    def next_uniform(self) -> float:
-        """The random number of the token to come."""
-        index = self.generated_count - self._numbers_from
+    def next_uniform(self, ahead: int = 0) -> float:
+        """The random number of the token to come, or of the one that comes `ahead` tokens later."""
+        index = self.generated_count + ahead - self._numbers_from
         if not 0 <= index < len(self._numbers):
-            index, self._numbers_from = 0, self.generated_count
+            index, self._numbers_from = ahead, self.generated_count
             self._numbers = _uniforms(self.seed, self._numbers_from, _NUMBERS_AHEAD)
         return self._numbers[index]
 
@@ -134,17 +135,27 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, requests: Sequence[SamplingState], forced: Sequence[int | None] | None = None
+        self,
+        logits: Tensor,
+        requests: Sequence[SamplingState],
+        forced: Sequence[int | None] | None = None,
+        drafts: Sequence[int | None] | None = None,
     ) -> SampledTokens:
-        """One token per request from logits float32 [N, V], counted into its state.
+        """One token per row of logits float32 [N, V], counted into the state of its request.
 
-        `forced[i]`, where given, is taken in place of a draw. A row's token does not depend on the other rows. Logits
-        must be finite.
+        `forced[i]`, where given, is taken in place of a draw. A row's token does not depend on the other rows, but
+        where `drafts[i]` is given the row counts only if that was drawn from the row before it: then it is what that
+        request's next step would have been. Logits must be finite.
         """
         greedy = _lowest_argmax(logits) if any(state.is_plain_greedy for state in requests) else []
-        token_ids: list[int] = []
+        token_ids: list[int | None] = []
         logprobs: list[SampledLogprob | None] = []
         for index, state in enumerate(requests):
+            draft = drafts[index] if drafts is not None else None
+            if draft is not None and token_ids[index - 1] != draft:
+                token_ids.append(None)
+                logprobs.append(None)
+                continue
             token_id = forced[index] if forced is not None else None
             if token_id is None:
                 token_id = greedy[index] if state.is_plain_greedy else _draw(logits[index], state)

@@ -65,12 +65,41 @@ _RECURRENT = {
     },
 }
 _FROM_SAFETENSORS = {names[0]: canonical for canonical, names in _NAMES.items()} | _RECURRENT
-# What names mean in other models of safetensors files, by model type.
+_SANDWICH = {
+    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attn_post_norm.weight",
+    "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
+}
+_ALTUP = {
+    "model.embed_tokens_per_layer.weight": "own_embed.weight",
+    "model.per_layer_model_projection.weight": "own_projection.weight",
+    "model.per_layer_projection_norm.weight": "own_norm.weight",
+    "model.altup_projections.{i}.weight": "expand.{i}.weight",
+    "model.altup_unembed_projections.{i}.weight": "merge.{i}.weight",
+    **{
+        f"model.layers.{{i}}.{theirs}": f"layers.{{i}}.{ours}"
+        for theirs, ours in (
+            ("altup.router_norm.weight", "altup_norm.weight"),
+            ("altup.modality_router.weight", "altup_router.weight"),
+            ("altup.prediction_coefs.weight", "altup_predict.weight"),
+            ("altup.correction_coefs.weight", "altup_correct.weight"),
+            ("altup.correct_output_scale", "altup_scale"),
+            ("laurel.linear_left.weight", "laurel_left.weight"),
+            ("laurel.linear_right.weight", "laurel_right.weight"),
+            ("laurel.post_laurel_norm.weight", "laurel_norm.weight"),
+            ("per_layer_input_gate.weight", "own_gate.weight"),
+            ("per_layer_projection.weight", "own_out.weight"),
+            ("post_per_layer_input_norm.weight", "own_out_norm.weight"),
+        )
+    },
+}
+# What names mean in other models of safetensors files, by model type; of a model that also sees and hears, the text's.
 _MEANINGS = {
-    "gemma3_text": {
-        "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attn_post_norm.weight",
-        "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
-    }
+    "gemma3_text": _SANDWICH,
+    "gemma3n_text": _SANDWICH | _ALTUP,
+    "gemma3n": {
+        name.replace("model.", "model.language_model.", 1): canonical
+        for name, canonical in (_FROM_SAFETENSORS | _SANDWICH | _ALTUP).items()
+    },
 }
 _FROM_GGUF = {names[1]: canonical for canonical, names in _NAMES.items()}
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")

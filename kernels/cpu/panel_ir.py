@@ -78,9 +78,15 @@ def _sum_words(b: Any, words: Value) -> Value:
 
 
 def _with_sign(b: Any, values: Value, of: Value) -> Value:
-    """-values where `of` is negative."""
-    negative = b.icmp_signed("<", of, constant(0, BYTES))
-    return b.select(negative, b.neg(values), values)
+    """-values where `of` is negative; whatever where it is 0."""
+    if _AVX2:
+        return _call(b, "llvm.x86.avx2.psign.b", BYTES, values, of)
+    return b.select(b.icmp_signed("<", of, constant(0, BYTES)), b.neg(values), values)
+
+
+def _sizes(b: Any, values: Value) -> Value:
+    """|values|, that of -128 as uint8."""
+    return b.select(b.icmp_signed("<", values, constant(0, BYTES)), b.neg(values), values)
 
 
 def _eight_halves(b: Any, address: Value) -> Value:
@@ -111,7 +117,7 @@ def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
     totals: list[Value | None] = [None] * len(xs)
     for step in range(STEPS):
         weights = load(b, plus(b, codes, 32 * step), BYTES)
-        sizes = _with_sign(b, weights, weights)
+        sizes = _sizes(b, weights)
         for t, x in enumerate(xs):
             signed = _with_sign(b, _four_columns(b, x, step), weights)
             part, before = _sum_words(b, _dot_bytes(b, sizes, signed)), totals[t]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.gpu.dequant_gemm import dequant_gemm, needs_scratch
 from kernels.gpu.dequant_gemv import MAX_ROWS, dequant_gemv
 from kernels.gpu.dequant_rows import dequant_rows
-from kernels.gpu.swiglu import swiglu
+from kernels.gpu.swiglu import geglu, swiglu
 from kernels.planes import FORMATS, PackedWeight, stack
 
 
@@ -38,10 +38,12 @@ class PlaneLinear:
         """residual [T, rows] += the product, in place."""
         self._into(x, residual, residual)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(first half of the rows) * second half, [T, rows / 2]."""
+    def gated(self, x: Tensor, gelu: bool = False) -> Tensor:
+        """silu or gelu(first half of the rows) * second half, [T, rows / 2]."""
         out = x.new_empty(len(x), self.rows // 2)
-        if len(x) <= MAX_ROWS and len(self.parts) == 1:
+        if gelu:
+            geglu(self(x), out)
+        elif len(x) <= MAX_ROWS and len(self.parts) == 1:
             only = self.parts[0]
             dequant_gemv(x, list(only.planes), only.kind, self.bias, None, True, out)
         else:

@@ -17,11 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import causal_conv, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
+from kernels.gpu import causal_conv, copy_blocks, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
 from kernels.gpu.paged_decode import workspace_shapes
 from kernels.gpu.sample import scratch_width
-from kernels.kv_format import KV_FORMATS, fill_extent_table
+from kernels.kv_format import KV_FORMATS, KVFormat, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
 from kernels.reference.sampling import SETTINGS
 from kernels.registry import OPS, use_reference
@@ -108,9 +108,12 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
     x, out = normal(3, 512), normal(3, 512)
     yield "rms_norm", [x, normal(512), 1e-5, out], out
+    yield "add_rms_norm", [normal(3, 512), x, normal(512), 1e-5, out], out
     yield "swiglu", [normal(3, 1024), out], out
+    yield "geglu", [normal(3, 1024), out], out
     yield from _products(device, normal)
-    yield from _attention(device, normal)
+    for fmt in _kv_formats(device, dtype):
+        yield from _attention(device, normal, fmt)
     yield from _sampling(device)
     yield from _recurrence(device, normal)
 
@@ -157,20 +160,38 @@ def _recurrence(device: torch.device, normal: Callable[..., Tensor]) -> Iterator
         yield name, run, state
 
 
-def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
-    """The 16-bit (or float32) format that a cache of this model has."""
+def _kv_formats(device: torch.device, dtype: torch.dtype) -> list[KVFormat]:
+    """What sessions of this model may keep K and V in: 16 bits (or float32), and fewer."""
+    plain = next(fmt for fmt in KV_FORMATS.values() if fmt.dtype is dtype and not fmt.has_scales)
+    newer = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return [plain, KV_FORMATS["int8"], KV_FORMATS["int4"]] + ([KV_FORMATS["fp8"]] if newer else [])
+
+
+def _extents(device: torch.device, normal: Callable[..., Tensor], fmt: KVFormat) -> tuple[Tensor, list[Tensor]]:
+    """Blocks of one layer with random content, and their scales where there are any."""
+    shape, scales = (BLOCKS, 1, 2, BLOCK_SIZE, KV_HEADS, fmt.data_width(HEAD_DIM)), []
+    if fmt.has_scales:
+        width = (BLOCKS, 1, fmt.scale_planes, BLOCK_SIZE, KV_HEADS, fmt.scale_width(HEAD_DIM))
+        scales = [(normal(*width).float().abs() / 64).to(fmt.scale_dtype)]
+        low, high = (-127, 128) if fmt.dtype is torch.int8 else (0, 256)
+        codes = torch.randint(low, high, shape, generator=torch.Generator().manual_seed(2))
+        return codes.to(device, fmt.dtype), scales
+    return normal(*shape).to(fmt.dtype), scales
+
+
+def _attention(device: torch.device, normal: Callable[..., Tensor], fmt: KVFormat) -> Iterator[Case]:
     total, half = sum(CONTEXT_LENS), HEAD_DIM // 2
-    fmt = next(f for f in KV_FORMATS.values() if f.dtype is normal(1).dtype and not f.has_scales)
-    extent = normal(BLOCKS, 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    extent, scales = _extents(device, normal, fmt)
     table = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    fill_extent_table(table, [extent], [])
-    cache = [fmt.name, 0, BLOCKS, [extent], [], table]
+    fill_extent_table(table, [extent], scales)
+    cache = [fmt.name, 0, BLOCKS, [extent], scales, table]
     inv_freq = 1e4 ** -(torch.arange(half, device=device).float() / half)
     tokens = torch.arange(total, device=device)
     q = normal(total, HEADS, HEAD_DIM)
     qkv = normal(total, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     stored = [qkv, tokens, tokens + BLOCK_SIZE, inv_freq, 1.0, None, None, 1e-5, None, False, *cache, q]
-    yield "store_kv", stored, extent
+    # Two codes of 4 bits in a byte are no number to compare; what they are made with is.
+    yield "store_kv", stored, scales[0] if fmt.bits == 4 else extent
     yield "store_kv", stored, q
     sink_q = normal(total, HEADS, HEAD_DIM)
     yield "store_kv", [*stored, 9, sink_q], sink_q
@@ -192,6 +213,10 @@ def _attention(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[
     own = torch.cat([torch.arange(length, device=device) for length in CONTEXT_LENS])
     sink_q = torch.where((own < WINDOW + SINKS - 1)[:, None, None], q, sink_q)
     yield "paged_prefill", [*chunk, *cache, out, sink_q], out
+
+    pairs = torch.tensor([[1, 5], [2, 7], [0, 0]], device=device)
+    for written in (extent, *scales):
+        yield "copy_blocks", [pairs, *cache[2:]], written
 
 
 def _sampling(device: torch.device) -> Iterator[Case]:

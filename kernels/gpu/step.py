@@ -1,4 +1,5 @@
-"""A decoder's layers through the Triton kernels: seven launches for a layer of a decode step."""
+"""A decoder's layers through the Triton kernels: seven launches for a layer of a decode step, and three more where what
+attention and MLP yield is normed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from kernels.gpu.linear import PlaneLinear
 from kernels.gpu.paged_decode import paged_decode, workspace_shapes
 from kernels.gpu.paged_prefill import paged_prefill
-from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.store_kv import store_kv
 from kernels.interface import BatchMetadata, PagedStore
 from kernels.layer_groups import owners
@@ -25,7 +26,8 @@ be copies ahead of use, so none are asked for until a card has shown which is fa
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Matrices as `PlaneLinear`: qkv stacks three, gate_up two. Norms in the compute dtype; None where not used."""
+    """Matrices as `PlaneLinear`: qkv stacks three, gate_up two. Norms in the compute dtype; None where not used.
+    `rope` is the layer's among `Heads.ropes`."""
 
     qkv: PlaneLinear
     o: PlaneLinear
@@ -35,25 +37,31 @@ class LayerParts:
     mlp_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    attn_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+    rope: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Head counts and rotary embedding of a model; `inv_freq` float32 [head_dim / 2], `scale` multiplies scores."""
+    """Head counts and rotary embeddings of a model, each (inv_freq float32 [head_dim / 2], what multiplies cos and
+    sin); `scale` multiplies scores."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    inv_freq: Tensor
-    rope_scale: float
+    ropes: tuple[tuple[Tensor, float], ...]
     scale: float
 
 
 class TritonLayers:
     """All layers and the last norm. Nothing is read back to the host, so a decode step can be captured."""
 
-    def __init__(self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float) -> None:
-        self._layers, self._norm, self._heads, self._eps = tuple(layers), norm, heads, eps
+    def __init__(
+        self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float, gelu: bool = False
+    ) -> None:
+        """`gelu`: gates are put through it rather than through SiLU."""
+        self._layers, self._norm, self._heads, self._eps, self._gelu = tuple(layers), norm, heads, eps, gelu
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
     def fits(self, tokens: int, store: PagedStore) -> bool:
@@ -69,11 +77,23 @@ class TritonLayers:
         rms_norm(residual, self._layers[0].attn_norm, self._eps, normed)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             between()
-            layer.o.add_to(residual, attend(index, layer.qkv(normed), layer))
-            rms_norm(residual, layer.mlp_norm, self._eps, normed)
-            layer.down.add_to(residual, layer.gate_up.gated(normed))
-            rms_norm(residual, next_norm, self._eps, normed)
+            attended = attend(index, layer.qkv(normed), layer)
+            self._add(residual, layer.o, attended, layer.attn_post_norm, layer.mlp_norm, normed)
+            gated = layer.gate_up.gated(normed, self._gelu)
+            self._add(residual, layer.down, gated, layer.mlp_post_norm, next_norm, normed)
         return normed
+
+    def _add(
+        self, residual: Tensor, linear: PlaneLinear, x: Tensor, post_norm: Tensor | None, norm: Tensor, normed: Tensor
+    ) -> None:
+        """residual += the product, normed by `post_norm` where there is one; then its norm into `normed`."""
+        if post_norm is None:
+            linear.add_to(residual, x)
+            rms_norm(residual, norm, self._eps, normed)
+            return
+        product = linear(x)
+        rms_norm(product, post_norm, self._eps, product)
+        add_rms_norm(residual, product, norm, self._eps, normed)
 
 
 class _Attention:
@@ -110,9 +130,10 @@ class _Attention:
         kv_format, *extents = self._cache
         balance = None if self._balance is None else self._balance[owner]
         window, sink_position = group.window or 0, group.sink_position
+        inv_freq, rope_scale = heads.ropes[layer.rope]
         sink_q = None if sink_position is None else self._sink_q
         store_kv(
-            qkv, meta.positions, slots, heads.inv_freq, heads.rope_scale, layer.q_norm, layer.k_norm,
+            qkv, meta.positions, slots, inv_freq, rope_scale, layer.q_norm, layer.k_norm,
             self._eps, balance, False, kv_format, place.store, *extents, self._q,
             sink_position or 0, sink_q,
         )  # fmt: skip

@@ -6,12 +6,13 @@ kernels.
 
 from kernels.reference.attention import attention, store_kv
 from kernels.reference.attention_plan import AttentionPlan, plan_attention
-from kernels.reference.decoder import copy_blocks, geglu, linear, rms_norm, rotary, rotary_tables, swiglu
+from kernels.reference.blocks import copy_blocks_out
+from kernels.reference.decoder import geglu, linear, rms_norm, rotary, rotary_tables, swiglu
 
 __all__ = [
     "AttentionPlan",
     "attention",
-    "copy_blocks",
+    "copy_blocks_out",
     "geglu",
     "linear",
     "plan_attention",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,10 +42,3 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torc
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, in] @ weight [out, in]ᵀ + bias, computed in the weight's dtype, returned in x's."""
     return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-
-
-def copy_blocks(extents: Sequence[Tensor], blocks_per_extent: int, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks, all layers, in order; pairs of (source, target) block ids."""
-    for source, target in pairs:
-        a, b = divmod(source, blocks_per_extent), divmod(target, blocks_per_extent)
-        extents[b[0]][b[1]].copy_(extents[a[0]][a[1]])

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU in plain torch, with the signatures of their kernels."""
+"""RMSNorm, SwiGLU and GeGLU in plain torch, with the signatures of their kernels."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def swiglu_out(gate_up: Tensor, out: Tensor) -> None:
     """out [T, n] = silu(gate) * up of gate_up [T, 2 n]; float32 inside, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
+
+
+def geglu_out(gate_up: Tensor, out: Tensor) -> None:
+    """As `swiglu_out` with the tanh form of gelu(gate)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    out.copy_(F.gelu(gate, approximate="tanh") * up)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import articles, first_token, formats, layout, setting
+from benchmarks.cache import articles, first_token, formats, layout, setting, windows
 from benchmarks.cache.__main__ import PARTS, run
 from engine.config import EngineConfig
 from engine.local import LocalEngine
@@ -25,6 +25,9 @@ TINY = setting.Setting(
     decode_contexts=(32, 64),
     beams=3,
     beam_tokens=16,
+    window_tokens=1200,
+    window=64,
+    window_turn=200,
     rounds=1,
 )
 
@@ -37,6 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         return LocalEngine(*tiny_parts(data_dir=config.data_dir, block_size=16, **options, **budget))
 
     monkeypatch.setattr(setting, "LocalEngine", engine)
+    monkeypatch.setattr(windows, "load_parts", lambda config: tiny_parts()[1](config))
 
 
 def test_all_parts_run_and_give_json() -> None:
@@ -79,3 +83,13 @@ def test_the_articles_comparisons() -> None:
     assert list(found) == ["32", "64"]
     assert found["64"]["cat_moves_bytes"] == 2 * found["32"]["cat_moves_bytes"]
     assert all(value > 0 for part in found.values() for value in part.values())
+
+
+def test_a_chat_past_its_window_takes_what_the_window_takes() -> None:
+    """The tiny model's own context is 512 tokens."""
+    found = windows.measure(TINY)
+    block = 16 * found["without_window_bytes"] // 1200
+    # A window of 64 and 4 sinks are in 6 blocks of 16; two more windows are kept to go back to.
+    assert found["constant"] and found["last_bytes"] <= (6 + 2 * 5 + 2) * block < found["without_window_bytes"] / 3
+    assert [row["tokens"] for row in found["memory"]] == [199, 399, 599, 799, 999, 1199]
+    assert {len(values) for values in found["perplexity"].values()} == {6} and len(found["perplexity"]) == 3

@@ -80,3 +80,19 @@ def test_a_fault_is_found_and_cured_over_http(tmp_path):
         assert_error(client.post(f"{url}/price", json={"action": "dance"}), 400)
         assert_error(client.post(f"{url}/price", json={}), 400)
         assert_error(client.post("/api/debug/inject", json={**body, "layer": 9}), 400)
+
+
+def test_a_chat_with_a_format_of_its_own_is_audited_in_it_after_a_restart(tmp_path):
+    options = {"data_dir": tmp_path, "snapshot_limit": 2**24}
+    with tiny_chat(tmp_path, **options) as chat:
+        client = TestClient(Security(build_api(chat.service)), base_url=LOCAL)
+        session_id = client.post("/api/sessions", json={"params": {"kv_format": "int8"}}).json()["id"]
+        url = f"/api/sessions/{session_id}"
+        said = client.post(f"{url}/messages", json={"content": "The tide comes in.", "params": {"max_tokens": 12}})
+        cached = client.post(f"{url}/snapshot").json()["tokens"]
+        assert said.json()["kvscope"]["cache_pos"] == cached
+    with tiny_chat(tmp_path, **options) as chat:
+        client = TestClient(Security(build_api(chat.service)), base_url=LOCAL)
+        found = client.post(f"{url}/audit").json()
+        assert (found["verdict"], found["checked_tokens"]) == ("clean", cached)
+        assert client.get(f"{url}/cache").json()["kv_format"] == "int8"

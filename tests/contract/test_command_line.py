@@ -72,6 +72,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["--sinks", "4"], ["--sinks", "--window"]),
         (["--window", "64", "--sinks", "64"], ["--sinks 64", "--window 64"]),
         (["--share-layers", "0"], ["--share-layers"]),
+        (["--speculation", "ngram"], ["--speculation", "auto"]),
         (["--host", "0.0.0.0"], ["0.0.0.0", "--api-key"]),
         (["--host", "::"], ["--api-key"]),
         (["--host", "0.0.0.0", "--api-key", ""], ["key"]),

@@ -49,6 +49,7 @@ def test_an_answer_has_the_shape_clients_expect(client, engine):
     assert set(body["kvscope"]) == {
         "session_id", "cache_pos", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens", "ttft_ms",
         "prefill_ms", "decode_tokens_per_s", "finish_reason", "seed", "miss", "loop", "violation",
+        "drafted_tokens", "accepted_tokens",
     }  # fmt: skip
     assert body["kvscope"]["seed"] == 5 and body["kvscope"]["session_id"] is None
 

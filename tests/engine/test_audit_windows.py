@@ -53,6 +53,17 @@ def test_damage_within_the_windows_is_found_and_repaired(engine: RecordingEngine
     assert engine.inspect(A)["cache_pos"] == before
 
 
+def test_an_audit_of_damage_far_back_leaves_the_session_what_it_has(engine: RecordingEngine) -> None:
+    """The fork that an audit runs on let go of blocks on behalf of the session, and the engine stopped."""
+    turn(engine, A)
+    start = 2 if engine.capabilities()["groups"][0]["sinks"] else 5 * BLOCK
+    engine.inject(FaultRequest(A, "overwrite", 1, start, 2))
+    assert engine.audit(A)["faults"][0]["first_position"] == start
+    engine.check_integrity()
+    engine.repair(A)
+    assert engine.audit(A)["verdict"] == "clean"
+
+
 def test_what_a_window_has_passed_can_not_be_damaged() -> None:
     engine = tiny_engine(block_size=BLOCK, fault_injection=True, **SINKS)
     try:

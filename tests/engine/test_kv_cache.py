@@ -1,5 +1,7 @@
 """The cache's tensors: size, growth that moves nothing, copies, reading back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,6 +84,27 @@ def test_copied_blocks_are_equal_in_all_layers(kv_format):
     assert len(cache.scale_extents) == (0 if kv_format == "fp32" else 3)
     cache.shrink(4)
     assert [len(extents) for extents in (cache.extents, cache.scale_extents)] == [2, len(cache.scale_extents)]
+
+
+def test_copies_of_copies_are_not_made_at_once():
+    """A kernel copies all pairs of a launch at the same time."""
+    cache, runs = make_cache(), []
+    cache.grow(9)
+    for extent in cache.extents:
+        extent.copy_(torch.randn(extent.shape))
+
+    def at_once(pairs, blocks_per_extent, extents, scale_extents, extent_table):
+        runs.append(pairs.tolist())
+        read = [extents[a // blocks_per_extent][a % blocks_per_extent].clone() for a, _ in runs[-1]]
+        for (_, b), block in zip(runs[-1], read, strict=True):
+            extents[b // blocks_per_extent][b % blocks_per_extent] = block
+
+    cache._operations = replace(cache._operations, copy_blocks=at_once)
+    first, third = cache.extents[0][1].clone(), cache.extents[1][0].clone()
+    cache.copy_blocks([(1, 8), (1, 7), (8, 4), (3, 1), (1, 1)])
+    assert torch.equal(cache.extents[2][2], first) and torch.equal(cache.extents[1][1], first)
+    assert torch.equal(cache.extents[0][1], third) and torch.equal(cache.extents[2][1], first)
+    assert [len(run) for run in runs] == [2, 2, 1]
 
 
 def test_workspace_is_reused_and_counted():

@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.local import LocalEngine
-from engine.protocol import Failed, Finished, GenerateRequest
+from engine.protocol import Failed, FaultRequest, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.engine.test_snapshots import PROMPT, A, B, C, engine_over
 from tests.support.engines import tiny_engine
@@ -118,6 +118,52 @@ def test_a_session_stays_in_its_format_over_a_restart(tmp_path: Path) -> None:
     with engine_over(tmp_path) as engine:
         third = turn(engine, A, (*PROMPT, *first.token_ids, 7), "fp16")
         assert third.stats.reused_tokens == 0 and "KV format" in str(engine.inspect(A)["refused"] or "KV format")
+
+
+@pytest.mark.parametrize("act", ["restore", "audit", "inject", "snapshot", "repair"])
+def test_after_a_restart_a_session_is_used_in_its_own_format_before_its_first_turn(tmp_path: Path, act: str) -> None:
+    """Its snapshot was refused in the engine's own format, and its blocks computed again."""
+    with engine_over(tmp_path) as engine:
+        first = turn(engine, A, PROMPT, "int8")
+        cached = first.stats.cache_pos
+        assert engine.snapshot(A)["tokens"] == cached
+    with engine_over(tmp_path, fault_injection=True) as engine:
+        engine.asked_format = {A: "int8"}.get
+        assert list(engine.memory()["formats"]) == ["fp32"]
+        if act == "restore":
+            assert engine.restore(A) == cached
+        elif act == "audit":
+            assert (engine.audit(A)["verdict"], engine.audit(A)["checked_tokens"]) == ("clean", cached)
+        elif act == "inject":
+            engine.inject(FaultRequest(A, "overwrite", 0, 40, 4))
+            found = engine.audit(A)
+            assert found["verdict"] == "fault" and found["faults"][0]["first_position"] == 40
+            assert engine.repair(A)["cache_pos"] == cached
+        elif act == "repair":
+            assert engine.repair(A)["cache_pos"] == cached
+        else:
+            assert engine.snapshot(A)["tokens"] == cached
+        second = turn(engine, A, (*PROMPT, *first.token_ids, 7), "int8")
+        assert second.stats.reused_tokens == cached and second.stats.miss is None
+        report = engine.inspect(A)
+        assert report["refused"] is None and report["kv_format"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "changed", "field"),
+    [(None, {}, "KV format"), ("fp16", {}, "KV format"), ("int8", {"kind": "bamba"}, "weights")],
+    ids=["the engine's own", "another", "no other format"],
+)
+def test_no_lane_is_made_for_what_the_session_does_not_ask_for_or_can_not_have(
+    tmp_path: Path, asked: str | None, changed: dict[str, Any], field: str
+) -> None:
+    with engine_over(tmp_path) as engine:
+        turn(engine, A, PROMPT, "int8")
+        engine.snapshot(A)
+    with engine_over(tmp_path, **changed) as engine:
+        engine.asked_format = {A: asked}.get
+        assert engine.restore(A) == 0 and f"The snapshot's {field} is" in engine.inspect(A)["refused"]
+        assert list(engine.memory()["formats"]) == ["fp32"]
 
 
 def held(engine: LocalEngine) -> int:

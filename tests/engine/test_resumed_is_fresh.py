@@ -9,6 +9,7 @@ probabilities.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from engine import speculation
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.protocol import Event, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
+from engine.sampling.prompt_lookup import Guess, PromptLookup
 from sessions.store import SessionStore
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from ui.chat import ChatService
@@ -70,6 +73,7 @@ class Conversations(RuleBasedStateMachine):
     blocks = 70
     window: int | None = None
     sinks = 0
+    speculation = "off"
 
     @initialize()
     def open(self) -> None:
@@ -87,6 +91,7 @@ class Conversations(RuleBasedStateMachine):
             sinks=self.sinks,
             states=self.states,
             kv_format=self.kv_format,
+            speculation=self.speculation,
             data_dir=Path(self.folder.name),
             snapshot_limit=2**20,
             ram_limit=2**17,
@@ -241,6 +246,38 @@ TestRecurrentConversations = RecurrentConversations.TestCase
 TestRecurrentConversations.settings = settings(TestConversations.settings, max_examples=8)
 
 
+class BoldLookup(PromptLookup):
+    """Has a guess for every step: in want of a better one, that the last token comes again."""
+
+    def guess(self, token_ids: Sequence[int], most: int) -> Guess:
+        guess = super().guess(token_ids, most)
+        return guess if guess.token_ids else Guess((token_ids[-1],) * most, 2)
+
+
+class DraftConversations(Conversations):
+    """Each step of a reply runs drafts, most of which do not come true; the fresh run has none."""
+
+    speculation = "on"
+
+    def _start(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(speculation, "PromptLookup", BoldLookup)
+        super()._start()
+
+    def _stop(self) -> None:
+        tokens = self.engine.metrics()["tokens"]
+        assert tokens["accepted"] <= tokens["drafted"] and (tokens["drafted"] or tokens["generated"] < 30)
+        self.patch.undo()
+        super()._stop()
+
+
+class DraftWindowConversations(DraftConversations):
+    kind = "qwen3-window"
+    blocks = 110
+    window = 24
+    sinks = 5
+
+
 class WindowConversations(Conversations):
     """Every layer gives up what lies far back."""
 
@@ -259,6 +296,13 @@ class LocalAndGlobalConversations(Conversations):
     blocks = 110
 
 
+class SharedStoreConversations(Conversations):
+    """The last layers read what earlier ones store, some behind a window."""
+
+    kind = "gemma3n"
+    blocks = 150
+
+
 class HybridWindowConversations(HybridConversations):
     """States and windows: a sequence goes back to where it has both."""
 
@@ -269,11 +313,16 @@ class HybridWindowConversations(HybridConversations):
 
 TestWindowConversations, TestSinkConversations = WindowConversations.TestCase, SinkConversations.TestCase
 TestLocalAndGlobalConversations = LocalAndGlobalConversations.TestCase
+TestDraftConversations, TestDraftWindowConversations = DraftConversations.TestCase, DraftWindowConversations.TestCase
+TestSharedStoreConversations = SharedStoreConversations.TestCase
 TestHybridWindowConversations = HybridWindowConversations.TestCase
 for case in (
     TestWindowConversations,
     TestSinkConversations,
     TestLocalAndGlobalConversations,
+    TestSharedStoreConversations,
     TestHybridWindowConversations,
+    TestDraftConversations,
+    TestDraftWindowConversations,
 ):
     case.settings = settings(TestConversations.settings, max_examples=6)

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache import KVCache
-from engine.kv_cache.compaction import MOST_EMPTY, compact, empty_slots, is_sparse
-from engine.kv_cache.integrity import check_integrity
+from engine.kv_cache.compaction import MOST_EMPTY, empty_slots, is_sparse
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.snapshot import SnapshotStore
-from engine.kv_cache.spec import KVCacheSpec
-from engine.model_runner import ModelRunner
 from engine.protocol import GenerateRequest
-from engine.restore import NoRoom, Restorer
 from engine.sampling.params import SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler, SchedulerLimits
-from engine.sequence import Sequence, Status, common_prefix_len
-from kernels.kv_format import FP32
+from engine.sequence import Sequence
 from tests.engine.test_snapshots import KINDS, PROMPT, A, B, C, contents, engine_over, logprobs, same, saved, turn
-from tests.support.chain_model import ChainModel, chain
 
 OTHER = tuple((11 * index) % 200 + 20 for index in range(100))
 THIRD = tuple((13 * index) % 200 + 20 for index in range(100))
@@ -211,169 +196,3 @@ def test_a_compacted_pool_has_no_gap_and_moves_little(seed: int) -> None:
     pool.check_integrity(owners)
     assert sorted(owners) == list(range(1, len(ids) + 1)) and not moves.keys() & set(moves.values())
     assert pool.trim() == len(ids) + 1
-
-
-# -- everything at once ------------------------------------------------------------------------------------------------
-
-SESSIONS = [str(uuid.UUID(int=number)) for number in range(1, 5)]
-SIZE, LIMIT = 4, 48
-TOKENS = st.builds(
-    lambda seed, count: random.Random(seed).choices(range(3), k=count), st.integers(0, 3), st.integers(1, 30)
-)
-
-
-class Tiers(RuleBasedStateMachine):
-    """Scheduler, tree, pool, RAM, disk and the cache's real tensors, with hashes of the ids in place of K and V."""
-
-    @initialize(blocks=st.integers(14, 34), ram_blocks=st.sampled_from([0, 8, 40]), disk=st.booleans())
-    def open(self, blocks: int, ram_blocks: int, disk: bool) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=2, block_size=SIZE, format=FP32)
-        pool = BlockPool(blocks)
-        self.tree = PrefixCache(pool, SIZE)
-        self.scheduler = Scheduler(self.tree, SchedulerLimits(max_batch_tokens=16, mixed_batch_tokens=8))
-        cache = KVCache(spec, torch.device("cpu"), extent_bytes=4 * spec.block_bytes, max_blocks=blocks)
-        self.runner = ModelRunner(ChainModel(), cache, pool, LIMIT, 16)  # type: ignore[arg-type]
-        self.store = SnapshotStore(Path(self.folder.name), 2**20, lambda path, data: path.write_bytes(data))
-        restorer = Restorer(self.tree, self.scheduler, self.runner, 0.0)
-        submit = self.store.save if disk else None
-        self.keeper = SessionKeeper(
-            self.scheduler, self.runner, restorer, ram_blocks * spec.block_bytes, submit, lambda: {"model": "chain"}
-        )
-        displace = self.scheduler.on_displace
-
-        def only_idle(sequence: Sequence) -> None:
-            assert sequence.status is Status.IDLE, "a running session never loses a block to another"
-            displace(sequence)
-
-        self.scheduler.on_displace = only_idle
-        self.goal: dict[Sequence, int] = {}
-        self.history: dict[str, list[int]] = {}
-
-    def teardown(self) -> None:
-        if hasattr(self, "folder"):
-            self.folder.cleanup()
-
-    def _restore(self, session: str, displacing: bool) -> None:
-        held = None if session in self.keeper.present else self.store.load(session, {"model": "chain"})
-        if held is not None:
-            try:
-                self.keeper.adopt(session, held, displacing)
-            except NoRoom:
-                return
-
-    @rule(session=st.sampled_from(SESSIONS), new=TOKENS, kept=st.integers(0, LIMIT))
-    def send(self, session: str, new: list[int], kept: int) -> None:
-        if any(sequence.session_id == session for sequence in self.goal):
-            return
-        prompt = (self.history.get(session, [])[:kept] + new)[: LIMIT - 4]
-        self._restore(session, displacing=True)
-        self.keeper.before_turn(session)
-        sequence = self.scheduler.find(session) or Sequence(self.tree, session)
-        shared = common_prefix_len(sequence.token_ids[: sequence.cache_pos], prompt)
-        sequence.truncate(min(shared, len(prompt) - 1))
-        sequence.set_tokens(prompt)
-        self.scheduler.add(sequence)
-        self.goal[sequence] = len(prompt) + 3
-
-    @rule(session=st.sampled_from(SESSIONS), new=TOKENS, kept=st.integers(0, LIMIT))
-    def whole_turn(self, session: str, new: list[int], kept: int) -> None:
-        self.send(session, new, kept)
-        self.steps(20)
-
-    @rule(count=st.integers(1, 12))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            batch = self.scheduler.schedule()
-            if batch is None:
-                self.keeper.save_next(busy=False)
-                return
-            self.runner.execute(
-                ScheduledBatch(tuple(replace(item, wants_logits=False) for item in batch.items)), (), ()
-            )
-            for item in batch.items:
-                item.sequence.advance(item.count)
-                if item.wants_logits:
-                    item.sequence.token_ids.append(sum(item.sequence.token_ids) % 3)
-                if len(item.sequence.token_ids) >= self.goal[item.sequence]:
-                    self._end(item.sequence)
-
-    def _end(self, sequence: Sequence) -> None:
-        del self.goal[sequence]
-        sequence.set_tokens(sequence.token_ids[: sequence.cache_pos + 1])
-        self.history[sequence.session_id] = list(sequence.token_ids)
-        self.scheduler.finish(sequence)
-        self.keeper.turn_ended(sequence.session_id)
-
-    @precondition(lambda self: getattr(self, "goal", None))
-    @rule(data=st.data())
-    def cancel(self, data: Any) -> None:
-        self._end(data.draw(st.sampled_from(sorted(self.goal, key=lambda sequence: sequence.session_id))))
-
-    @rule(source=st.sampled_from(SESSIONS), twin=st.sampled_from(SESSIONS), count=st.integers(1, LIMIT))
-    def fork(self, source: str, twin: str, count: int) -> None:
-        sequence = self.scheduler.idle.get(source)
-        if sequence is not None and self.scheduler.find(twin) is None:
-            self.keeper.forget(twin)
-            self.store.remove(twin)
-            self.scheduler.finish(sequence.fork(twin, count))
-            self.keeper.turn_ended(twin)
-
-    @rule(session=st.sampled_from(SESSIONS))
-    def look(self, session: str) -> None:
-        self._restore(session, displacing=False)
-
-    @rule(session=st.sampled_from(SESSIONS))
-    def delete(self, session: str) -> None:
-        sequence = self.scheduler.find(session)
-        if sequence is not None:
-            if sequence in self.goal:
-                self._end(sequence)
-            self.scheduler.idle.pop(session).release_blocks()
-        self.tree.forget(session)
-        self.keeper.forget(session)
-        self.store.remove(session)
-        self.history.pop(session, None)
-
-    @rule(count=st.integers(1, 8))
-    def evict(self, count: int) -> None:
-        self.tree.evict(count)
-
-    @rule()
-    def compact_and_trim(self) -> None:
-        self.runner.sync_blocks()
-        compact(self.tree, list(self.scheduler.sequences()))
-        self.runner.trim()
-        assert self.tree.pool.high_water == self.tree.pool.used_count + 1
-
-    @rule()
-    def save_all(self) -> None:
-        self.keeper.save_all()
-
-    @invariant()
-    def every_block_is_accounted_for_and_holds_what_its_ids_say(self) -> None:
-        if not hasattr(self, "tree"):
-            return
-        check_integrity(self.tree, self.scheduler.sequences())
-        self.runner.sync_blocks()
-        for sequence in self.scheduler.sequences():
-            values = self.runner.cache.read(sequence.block_tables, 0, 0, "v", 0, sequence.cache_pos)
-            assert values[:, 1].tolist() == chain(sequence.token_ids[: sequence.cache_pos])
-        assert self.keeper.ram.nbytes <= self.keeper.ram.limit
-        for session in self.keeper.ram.sizes():
-            held = self.keeper.ram.find(session)
-            rows = held.tensors["data"][:, 0, 0, :, 0, 0].reshape(-1)[: held.cache_pos]
-            assert rows.tolist() == chain(held.token_ids[: held.cache_pos])
-
-    @invariant()
-    def what_is_on_disk_is_what_was_written(self) -> None:
-        for session in self.store.sizes() if hasattr(self, "store") else ():
-            held = self.store.load(session, {"model": "chain"})
-            rows = held.tensors["data"][:, 0, 1, :, 0, 0].reshape(-1)[: held.cache_pos]
-            assert rows.tolist() == chain(held.token_ids[: held.cache_pos])
-
-
-TestTiers = Tiers.TestCase
-TestTiers.settings = settings(
-    max_examples=30, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)

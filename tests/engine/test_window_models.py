@@ -70,6 +70,7 @@ WANTED = {
     "qwen2-window": [None, None, WINDOW, WINDOW],
     "qwen3-window": [WINDOW, None] * 2,
     "gemma3": [WINDOW, None] * 2,
+    "gemma3n": [WINDOW, None, WINDOW] * 2,
 }
 
 

@@ -42,7 +42,7 @@ def run(folder: Path, device: torch.device, graphs: bool, sinks: int = 0) -> tor
     return torch.cat(seen).cpu()
 
 
-@pytest.mark.parametrize(("kind", "sinks"), [("llama", 0), ("qwen3-window", 1)])
+@pytest.mark.parametrize(("kind", "sinks"), [("llama", 0), ("qwen3-window", 1), ("gemma3", 0)])
 def test_padding_changes_nothing(kind: str, sinks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not triton.knobs.runtime.interpret:
         pytest.skip("kernels are not interpreted here")

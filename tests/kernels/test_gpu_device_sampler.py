@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.cuda_graph import DecodeGraphs
+from engine.memory_plan import PENALTY_BYTES
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampledTokens, Sampler, SamplingParams, SamplingState
 from engine.sampling.step import StepOutput, StepTokens
@@ -106,6 +107,25 @@ def test_a_row_keeps_nothing_of_its_last_owner(penalty: dict[str, Any]) -> None:
     assert sampler._own.row_of(ours) == row and ours.reply_ids[0] == 40
 
 
+def test_rows_for_penalties_are_as_many_as_are_wanted() -> None:
+    """65 rows of a large vocabulary, 90 MB that no memory plan knew of, were taken for a single request."""
+    sampler, variants = DeviceSampler(VOCAB, DEVICE, max_rows=8), []
+    ours, theirs = [[state(temperature=0, frequency_penalty=2.0) for _ in range(5)] for _ in range(2)]
+    for step, count in enumerate((1, 1, 2, 5, 3)):
+        logits = rows(1, step).repeat(count, 1)
+        agree(decode(sampler, logits, ours[:count]), Sampler().sample(logits, theirs[:count]))
+        variants.append(sampler.variant[1])
+        if count == 1:
+            own = sampler._own
+            assert own is not None
+            taken = sum(tensor.nbytes for tensor in (own.seen, own.counts, own.bias))
+            assert taken == 2 * PENALTY_BYTES * VOCAB
+    # A graph that was captured with fewer rows is not replayed with more, nor again afterwards.
+    assert variants == [2, 2, 3, 9, 9]
+    decode(sampler, logits, [state(temperature=0)])
+    assert sampler.variant[1] == 1
+
+
 def test_seeds_give_the_numbers_of_torch_past_those_made_ahead() -> None:
     ours, theirs = state(seed=2**63 - 1), state(seed=2**63 - 1)
     for request in (ours, theirs):
@@ -117,6 +137,38 @@ def test_seeds_give_the_numbers_of_torch_past_those_made_ahead() -> None:
     for step in range(4):
         logits = rows(1, step)
         agree(decode(sampler, logits, [ours]), Sampler().sample(logits, [theirs]))
+
+
+def test_rows_with_drafts_count_as_far_as_they_come_true() -> None:
+    """Each row has the random number of its own place in the reply; what did not come true is counted nowhere."""
+    kinds = [{"temperature": 0}, {"temperature": 1.5, "seed": 4}, {"temperature": 0.9, "seed": 5, "top_k": 20}]
+    ours, theirs = [[state(**kind) for kind in kinds] for _ in range(2)]
+    sampler = DeviceSampler(VOCAB, DEVICE, max_rows=8)
+    for step in range(6):
+        logits, owners = rows(8, step), (0, 0, 0, 1, 1, 1, 2, 2)
+        plain = [Sampler().sample(logits[row : row + 1], [state(**kinds[owner])]).token_ids[0] for row, owner in
+                 enumerate(owners)]  # fmt: skip
+        drafts = [None, plain[0], 7, None, plain[3], plain[4], None, 7]
+        expected = Sampler().sample(logits, [theirs[owner] for owner in owners], drafts=drafts)
+        requests = [ours[owner] for owner in owners]
+        meta, flat = make_metadata([(4, 1, [1, 2])] * 8).to(DEVICE), logits.to(DEVICE)
+        sampler.prepare(requests, [None] * 8, drafts)
+        drawn = sampler.launch(flat, flat.clone(), meta)
+        found = sampler.tokens(
+            drawn, StepOutput(flat, flat, meta.query_lens, tuple(range(8))), requests, [None] * 8, drafts
+        )
+        assert found.token_ids == expected.token_ids
+        assert found.token_ids[1] is not None and found.token_ids[2] is None
+    assert [one.reply_ids for one in ours] == [one.reply_ids for one in theirs]
+    assert ours[0].generated_count == 12
+
+
+def test_what_earlier_tokens_count_for_takes_no_drafts() -> None:
+    """The kernel learns of a reply's tokens step by step."""
+    sampler = DeviceSampler(VOCAB, DEVICE, max_rows=4)
+    assert sampler.verifies(state(temperature=0)) and sampler.verifies(state(temperature=0.7, top_p=0.9))
+    for kind in ({"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"top_logprobs": 1}):
+        assert not sampler.verifies(state(**kind))
 
 
 def test_a_bad_row_is_told_of_and_the_others_go_on() -> None:

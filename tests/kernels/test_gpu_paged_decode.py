@@ -90,6 +90,7 @@ HALF, FLOAT = torch.float16, torch.float32
         ("fp16", 96, 4, HALF, NO_DOT),
         ("fp16", 128, 1, HALF, NO_DOT),
         ("fp16", 256, 4, HALF, DOT),
+        ("bf16", 64, 3, FLOAT, NO_DOT),
         ("int8", 64, 7, HALF, NO_DOT),
         ("int8", 128, 4, HALF, DOT),
         ("int8", 80, 3, FLOAT, NO_DOT),

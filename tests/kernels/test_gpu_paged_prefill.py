@@ -91,6 +91,7 @@ SMALL = {"params": {"BLOCK_M": 16, "BLOCK_N": 16}}
         ("fp16", 80, 1, HALF, SMALL),
         ("fp16", 128, 4, HALF, LARGE),
         ("fp16", 256, 3, HALF, LARGE),
+        ("bf16", 64, 3, FLOAT, LARGE),
         ("int8", 96, 3, HALF, LARGE),
         ("int8", 64, 1, FLOAT, SMALL),
         ("int4", 80, 4, HALF, LARGE),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.gpu.rms_norm import add_rms_norm, launch_rms_norm, rms_norm
-from kernels.gpu.swiglu import launch_swiglu, swiglu
-from kernels.reference.normalization import add_rms_norm_out, rms_norm_out, swiglu_out
+from kernels.gpu.swiglu import geglu, launch_swiglu, swiglu
+from kernels.reference.normalization import add_rms_norm_out, geglu_out, rms_norm_out, swiglu_out
 from tests.support import interpreter
 
 DEVICE = "cpu" if interpreter.is_interpreting() else "cuda"
@@ -76,6 +76,19 @@ def test_swiglu(dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, -1)
     exact = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(reference.double(), exact, atol=1e-5, rtol=1e-3)
+    _assert_as_good(out, reference, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_geglu(dtype: torch.dtype) -> None:
+    gate_up = _random(2, 2 * 1500, dtype=dtype, seed=9) * 3
+    reference = torch.empty(2, 1500, dtype=dtype, device=DEVICE)
+    geglu_out(gate_up, reference)
+    out = torch.full_like(reference, torch.nan)
+    geglu(gate_up, out)
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = 0.5 * gate * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+    torch.testing.assert_close(reference.double(), exact, atol=2e-5, rtol=1e-3)
     _assert_as_good(out, reference, exact)
 
 

@@ -101,6 +101,21 @@ def test_replies_are_those_of_the_sampler_in_torch(monkeypatch: pytest.MonkeyPat
     assert replies() == expected
 
 
+def test_replies_with_drafts_are_those_without(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several drafts and replies in one launch; penalties have their reply go on token by token."""
+    asked = [replace(GREEDY, max_tokens=14), SamplingParams(temperature=0.3, seed=5, max_tokens=9, ignore_eos=True),
+             replace(GREEDY, repetition_penalty=1.1, max_tokens=6)]  # fmt: skip
+    replies = {}
+    for mode in ("off", "on"):
+        chat = Replies(speculation=mode)
+        for index, params in enumerate(asked):
+            chat.start(PROMPTS[index] * 2, params)
+        replies[mode] = chat.ends()
+    assert replies["on"] == replies["off"]
+    tokens = chat.loop.metrics.tokens
+    assert tokens["drafted"] > tokens["accepted"] > 0
+
+
 def poisoned_head(monkeypatch: pytest.MonkeyPatch, rows: int, bad_row: int) -> None:
     """The second step with this many rows of logits has one that is not a number."""
     head, steps = DecoderModel.head, iter((False, True))

@@ -34,6 +34,30 @@ def test_every_kernel_passes_and_the_result_is_kept(tmp_path: Path) -> None:
     assert list(json.loads(kept.read_text()).values()) == [[]]
 
 
+def test_no_kernel_is_left_out() -> None:
+    """Copies of blocks, and every format with scales, ran unchecked."""
+    checked = list(self_test.cases(CPU, torch.float32))
+    assert {name for name, *_ in checked} == set(OPS)
+    for name in ("store_kv", "paged_decode", "paged_prefill"):
+        asked = [argument for case, arguments, _ in checked if case == name for argument in arguments]
+        assert {"fp32", "int8", "int4"} <= {argument for argument in asked if isinstance(argument, str)}
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_a_kernel_that_is_wrong_in_one_format_fails(fmt: str, monkeypatch) -> None:
+    right = OPS["paged_decode"].launcher
+
+    def launcher(*arguments) -> None:
+        right(*arguments)
+        if fmt in arguments:
+            arguments[18][0, 0] += 9
+
+    decode = [case for case in self_test.cases(CPU, torch.float32) if case[0] == "paged_decode"]
+    assert all(self_test._agrees(*case) for case in decode)
+    monkeypatch.setattr(OPS["paged_decode"], "launcher", launcher)
+    assert [self_test._agrees(*case) for case in decode] == [fmt not in case[1] for case in decode]
+
+
 def test_what_a_kernel_makes_of_a_state_is_not_what_the_definition_starts_from(monkeypatch) -> None:
     """A wrong result, a wrong state, and a right kernel, which moves the state on before the definition is asked."""
     step = [case for case in self_test.cases(CPU, torch.float32) if case[0] == "ssm_step"]

@@ -15,9 +15,9 @@ from kernels.gpu.dequant_gemm import dequant_gemm, needs_scratch
 from kernels.gpu.dequant_gemv import dequant_gemv
 from kernels.gpu.dequant_rows import dequant_rows
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
-from kernels.gpu.swiglu import swiglu
+from kernels.gpu.swiglu import geglu, swiglu
 from kernels.planes import PackedWeight, dequantise, pack, plain
-from kernels.reference.normalization import add_rms_norm_out, rms_norm_out, swiglu_out
+from kernels.reference.normalization import add_rms_norm_out, geglu_out, rms_norm_out, swiglu_out
 from kernels.reference.quantized import dequant_rows_out
 from tests.kernels import build_kernels
 from tests.support.quantised import KINDS
@@ -163,6 +163,17 @@ def test_swiglu(size: tuple[int, int]) -> None:
         swiglu_out(gate_up, same)
         gate, up = gate_up.double().chunk(2, -1)
         assert_as_good(found, same, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("size", sized((3, 512), {"gemma3-12b": (2048, 15360)}))
+def test_geglu(size: tuple[int, int]) -> None:
+    for dtype in dtypes():
+        gate_up = normal(size[0], 2 * size[1], dtype=dtype)
+        found, same = nan(*size, dtype=dtype), nan(*size, dtype=dtype)
+        geglu(gate_up, found)
+        geglu_out(gate_up, same)
+        gate, up = gate_up.double().chunk(2, -1)
+        assert_as_good(found, same, F.gelu(gate, approximate="tanh") * up)
 
 
 def test_every_kernel_is_checked_at_real_sizes() -> None:

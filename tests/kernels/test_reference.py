@@ -145,7 +145,7 @@ def test_copy_blocks_goes_in_order_and_across_extents():
     store = Store(extents=2, blocks_per_extent=2)
     for block in range(4):
         store.extents[block // 2][block % 2] = block
-    reference.copy_blocks(store.extents, 2, [(1, 2), (2, 3)])
+    reference.copy_blocks_out(torch.tensor([(1, 2), (2, 3)]), 2, store.extents, [], torch.zeros(2, 2))
     assert [int(store.extents[b // 2][b % 2].unique()) for b in range(4)] == [0, 1, 1, 1]
 
 

@@ -98,6 +98,7 @@ def make_cache(
     group of layers, which have the model's windows or, where it has none, `window`."""
     config = model.config
     groups, places = layer_groups([own or window for own in config.windows] or [None], sinks)
+    places = tuple(places[owner] for owner in config.kv_owners) or places
     stores = max((place.store + 1 for place in places), default=0) if config.num_attention_layers else 0
     sizes = (stores, config.num_kv_heads, config.head_dim, block_size, KV_FORMATS[kv_format])
     spec = KVCacheSpec(*sizes, groups, places if stores else ())

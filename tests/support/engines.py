@@ -63,7 +63,7 @@ def tiny_parts(
     tokenizer = tokenizer or chat_tokenizer(template)
     held = model or loaded_model(kind, vocab_size=tokenizer.vocab_size, context=context)
     settings: dict[str, Any] = {"kv_format": "fp32", "kv_budget": 64 * 2**20, "block_size": 4}
-    settings |= {"data_dir": Path("unused"), "snapshot_limit": 0, **config}
+    settings |= {"data_dir": Path("unused"), "snapshot_limit": 0, "speculation": "off", **config}
     configuration = EngineConfig(**settings)
 
     def load(config: EngineConfig) -> EngineParts:

@@ -58,6 +58,20 @@ _GEMMA: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
     },
 }
+_GEMMA3N: dict[str, Any] = {
+    **_LOCAL,
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "rope_parameters": _GEMMA["rope_parameters"],
+    "num_kv_shared_layers": 3,
+    "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.0, 0.0],
+    "altup_active_idx": 1,
+    "laurel_rank": 32,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB - 20,
+}
+"""The last three layers read what the second and the third store."""
 WINDOW_KINDS = {
     "mistral-window": ("MistralConfig", _LOCAL),
     "qwen2-window": ("Qwen2Config", {**_LOCAL, "use_sliding_window": True, "max_window_layers": 2}),
@@ -71,6 +85,7 @@ WINDOW_KINDS = {
         },
     ),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
+    "gemma3n": ("Gemma3nTextConfig", _GEMMA3N),
 }
 """Architectures some or all layers of which see a window only."""
 

@@ -96,7 +96,8 @@ MISS = {"position": 7, "cause": "edit", "cached_token": 1, "wanted_token": None,
         {"prompt_tokens": None}, {"prompt_tokens": "6"}, {"prompt_tokens": True}, {"computed_tokens": -1},
         {"generated_tokens": 1.5}, {"cache_pos": 2**60}, {"ttft_ms": "fast"}, {"decode_tokens_per_s": [9]},
         {"seed": None}, {"finish_reason": 3}, {"miss": "edit"}, {"miss": {}}, {"miss": MISS | {"cached_token": "a"}},
-        {"miss": MISS | {"wanted_token": -1}}, {"miss": MISS | {"tokens_lost": None}},
+        {"miss": MISS | {"wanted_token": -1}}, {"miss": MISS | {"tokens_lost": None}}, {"drafted_tokens": "many"},
+        {"accepted_tokens": None},
     ],
 )  # fmt: skip
 def test_odd_numbers_are_not_shown(odd):

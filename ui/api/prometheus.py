@@ -16,9 +16,8 @@ def metrics_text(report: Mapping[str, Any] | None) -> str:
     turns = [(_label("finish_reason", reason), count) for reason, count in sorted(report["turns"].items())]
     lines += _family("kvscope_turns_total", "counter", "Replies that ended, by reason.", turns)
     tokens = [(_label("kind", kind), count) for kind, count in sorted(report["tokens"].items())]
-    lines += _family(
-        "kvscope_tokens_total", "counter", "Prompt tokens reused from the cache and computed, tokens generated.", tokens
-    )
+    text = "Prompt tokens reused and computed; tokens generated; those guessed and run ahead, those that came true."
+    lines += _family("kvscope_tokens_total", "counter", text, tokens)
     lines += _histogram("kvscope_ttft_seconds", "Time from a request to its first token.", report["ttft_seconds"])
     lines += _histogram("kvscope_token_seconds", "Time between two tokens of a reply.", report["token_seconds"])
     blocks = [(_label("state", state), report[f"blocks_{state}"]) for state in ("used", "free")]

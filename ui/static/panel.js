@@ -13,6 +13,8 @@ export const CAUSES = {
 const FINISH = { stop: "end of reply", length: "token limit", cancelled: "stopped by you", interrupted: "cut off", error: "error" };
 const PLACES = { ram: "in RAM", disk: "on disk" };
 const PROBE_DIMS = 10;
+// Of the tokens guessed and run ahead, those that came true.
+const drafts = ({ drafted_tokens: all, accepted_tokens: kept }) => (all ? `${number(kept)} of ${number(all)} (${(100 * kept / all).toFixed(0)} %)` : "none");
 const LIST_SECTIONS = ["blocks", "head", "tail"];
 
 export class LivePanel {
@@ -162,6 +164,8 @@ export class LivePanel {
     if (turn.prompt_tokens !== undefined) {
       facts.push(["prompt", `${number(turn.prompt_tokens)} tokens`], ["max new tokens", number(turn.max_new_tokens ?? 0)], ["seed", String(turn.seed)],
         ["finish", turn.running ? "still writing" : FINISH[turn.finish_reason] ?? turn.finish_reason ?? "–"]);
+      // Turns of earlier versions have no such numbers.
+      if (turn.drafted_tokens !== undefined) facts.push(["drafts accepted", drafts(turn)]);
     }
     fillFacts(this.turnFacts, facts);
     this.drawMiss(turn.miss);
@@ -183,6 +187,7 @@ export class LivePanel {
       ["model", model.model], ["device", model.device], ["weights", model.dtype], ["KV format", model.kv_format],
       ["context", `${number(model.max_seq_len)} tokens`], ["block", `${model.block_size} tokens`], ["template", model.chat_template ?? "–"],
       ["bytes per token", `${number(model.bytes_per_token)} B`], ...(model.formula ? [["", `= ${model.formula}`]] : []),
+      ["speculation", model.speculation ?? "–"],
       ...(model.state_layers ? [["state", `${bytes(model.state_bytes)} a session, ${number(model.state_layers)} recurrent layers`]] : []),
     ]);
     const options = (select, count) => {
