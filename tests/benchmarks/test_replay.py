@@ -111,6 +111,21 @@ def test_what_another_session_had_computed_is_found_again(
         assert found["reused_tokens"] == found["recorded_reused_tokens"]
 
 
+def test_what_a_restart_had_lost_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiny_chat(tmp_path) as chat:
+        session_id = chat.store.create().id
+        for text in ("Hello there, how are you?", "And now?"):
+            finished_turn(chat.service, session_id, text, SAMPLED)
+    with tiny_chat(tmp_path) as chat:
+        for text in ("Are you still there?", "Good."):
+            finished_turn(chat.service, session_id, text, SAMPLED)
+        exported = chat.store.export(session_id)
+    assert [turn["stats"]["reused_tokens"] > 0 for turn in exported["turns"]] == [False, True, False, True]
+    assert main([written(tmp_path, exported)], loader()) == 0
+    found = result(capsys)[1]
+    assert found["same"] == 4 and found["reused_tokens"] == found["recorded_reused_tokens"]
+
+
 @pytest.mark.parametrize("kind", ["bamba", "gemma3"])
 def test_also_with_states_and_windows(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_chat(tmp_path, kind=kind) as chat:

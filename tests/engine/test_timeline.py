@@ -172,6 +172,16 @@ def test_a_trace_can_be_read_while_the_turn_runs_and_is_stopped() -> None:
     assert turn["args"]["finish_reason"] == "cancelled"
 
 
+def test_tokens_that_were_guessed_ahead_count_as_what_they_became() -> None:
+    engine, session = tiny_engine(speculation="on"), str(uuid.uuid4())
+    run(engine, GenerateRequest((5, 6, 7, 8) * 8, replace(GREEDY, max_tokens=60), session))
+    trace = engine.trace(session)
+    engine.close()
+    assert_nested(trace)
+    (decode,) = (event["args"] for event in spans(trace) if event["name"] == "decode")
+    assert decode["tokens"] == 59 > decode["steps"]
+
+
 def test_beams_count_as_one_turn() -> None:
     engine, session = tiny_engine(), str(uuid.uuid4())
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
