@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from engine.errors import Stopped
 
 T = TypeVar("T")
 Slices = Generator[None, None, T]
@@ -20,6 +22,20 @@ def run_through(slices: Slices[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def cancellable(slices: Slices[T], cancelled: Callable[[], bool], what: str) -> Slices[T]:
+    """The same work; `Stopped` is raised after the slice in which `cancelled` came true."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if cancelled():
+            slices.close()
+            raise Stopped(f"The {what} was stopped.")
+        yield
 
 
 class Jobs:

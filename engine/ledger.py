@@ -1,4 +1,7 @@
-"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel."""
+"""The memory ledger: where the bytes are, for `GET /api/memory` and the panel.
+
+What the process holds, in parts that are measured one by one, is told by `engine.memory_watch`.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ def memory_report(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, Any]:
         "blocks_used": loop.prefix_cache.pool.used_count,
         "blocks_free": loop.prefix_cache.pool.free_count,
         "block_bytes": parts.cache.spec.block_bytes,
+        "card": card_parts(device, own) if "reserved" in device else None,
         "formats": {
             lane.parts.kv_format: {
                 "kv_used": _used_bytes(lane),
@@ -98,6 +102,22 @@ def used_bytes(sequence: Sequence, spec: KVCacheSpec) -> int:
     return held * spec.group_bytes_per_token
 
 
+def card_parts(device: Mapping[str, int], own: int) -> dict[str, int]:
+    """What the driver says that the process holds of the card, in four parts, bytes.
+
+    `own`: weights, KV, states and workspace; `buffers`: what torch has allocated beside them; `allocator_free`: what
+    its allocator keeps and has not given out. These are counted; `context`, the driver's own, loaded kernels and
+    captured graphs, is what remains: nothing tells it.
+    """
+    return {
+        "own": own,
+        "buffers": max(device["allocated"] - own, 0),
+        "allocator_free": device["reserved"] - device["allocated"],
+        "context": max(device["process"] - device["reserved"], 0),
+        "process": device["process"],
+    }
+
+
 def _ram_figures() -> dict[str, int]:
     ram = psutil.virtual_memory()
     return {"total": ram.total, "free": ram.available, "process": psutil.Process().memory_info().rss}
@@ -106,7 +126,8 @@ def _ram_figures() -> dict[str, int]:
 def _card_figures(device: torch.device) -> dict[str, int]:
     """What the driver says through NVML, which also sees other processes; torch's own view where NVML is missing."""
     free, total = torch.cuda.mem_get_info(device)
-    process = torch.cuda.memory_reserved(device)
+    process = reserved = torch.cuda.memory_reserved(device)
+    found = {"total": total, "free": free, "reserved": reserved, "allocated": torch.cuda.memory_allocated(device)}
     try:
         import pynvml
 
@@ -117,5 +138,5 @@ def _card_figures(device: torch.device) -> dict[str, int]:
                 process = int(entry.usedGpuMemory)
     except Exception:
         # NVML is optional: containers often hide it, and the ledger then works with torch's own figures.
-        return {"total": total, "free": free, "process": process}
-    return {"total": total, "free": free, "process": process}
+        return {**found, "process": process}
+    return {**found, "process": process}

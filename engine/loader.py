@@ -25,6 +25,7 @@ from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStatePool
 from engine.memory_plan import blocks_to_tokens, human_bytes, split_budget
 from engine.models.registry import DecoderModel, load_model
+from engine.process_memory import trim_heap
 from engine.replay import REPLAY_CHUNK
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer
@@ -109,7 +110,9 @@ def load_parts(config: EngineConfig) -> EngineParts:
     model = load_model(source.path, device, config.dtype)
     if triton_runs_on(device):
         check_kernels(model, config.data_dir / "kernels.json")
-    return assemble(config, model, tokenizer, source.name, weights_identity(source.path))
+    parts = assemble(config, model, tokenizer, source.name, weights_identity(source.path))
+    trim_heap()
+    return parts
 
 
 def check_kernels(model: DecoderModel, kept: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from engine import ledger, precision, probes
 from engine.config import EngineConfig
-from engine.debugging import diagnosis, tokens
+from engine.debugging import diagnosis, maps, tokens, values
 from engine.debugging.audit import audit
 from engine.debugging.inject import inject
 from engine.debugging.quarantine import repair_cut
@@ -33,19 +33,25 @@ from engine.errors import (
 )
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
-from engine.jobs import Slices
+from engine.held_arrays import held_ranges
+from engine.jobs import Slices, cancellable
 from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
+from engine.memory_watch import Holdings, MemoryWatch
+from engine.process_memory import Range
 from engine.protocol import (
     DiagnoseQuery,
     Failed,
     FaultRequest,
     Finished,
     GenerateRequest,
+    MapQuery,
     PrecisionQuery,
     ProbeQuery,
     TimedSpan,
     TokenQuery,
+    ValueQuery,
+    never,
 )
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
@@ -86,6 +92,8 @@ class LocalEngine:
             else Snapshots(config.data_dir / "snapshots", config.snapshot_limit, self._not_saved)
         )
         self._frozen = FrozenPrefixes(config.data_dir / "frozen")
+        self._weights: list[Range] | None = None
+        self._memory_watch = MemoryWatch(lambda: self._call(self._holdings))
         self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
 
     def start(self) -> None:
@@ -171,8 +179,30 @@ class LocalEngine:
         report = self._call(lambda: probes.cache_report(self._steps(session_id), session_id))
         return report if self._snapshots is None else probes.with_disk(report, self._snapshots, session_id)
 
+    def block(self, session_id: str, start: int) -> dict[str, Any]:
+        report = self.inspect(session_id)
+        token_ids = report["token_ids"] or self._kept_ids(session_id)
+        text = self.tokenizer.token_text
+        return probes.described_block(report, start, token_ids, lambda ids: "".join(map(text, ids)))
+
+    def _kept_ids(self, session_id: str) -> Sequence[int]:
+        """Those of a session that is not in the pool."""
+        held = self._call(lambda: self._steps(session_id).keeper.ram.find(session_id))
+        kept = held or (None if self._snapshots is None else self._snapshots.manifest(session_id))
+        return () if kept is None else kept.token_ids
+
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
         return self._call(lambda: probes.probe(self._steps(session_id), session_id, query))
+
+    def cache_map(self, session_id: str, query: MapQuery) -> dict[str, Any]:
+        maps.check_query(query, self._need_parts().cache.spec)
+        lane = self._steps(session_id)
+        return self._run_job(maps.cache_map(lane, lane.parts, session_id, query))
+
+    def cached_values(self, session_id: str, query: ValueQuery) -> dict[str, Any]:
+        values.check_query(query, self._need_parts().cache.spec)
+        lane = self._steps(session_id)
+        return self._run_job(values.stored_and_exact(lane, lane.parts, session_id, query))
 
     def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
         parts = self._need_parts()
@@ -186,10 +216,10 @@ class LocalEngine:
 
     def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
         self._need_parts()
-        parts = self._steps(query.session_id).parts
+        lane = self._steps(query.session_id)
         tokens.check_query(query)
-        self._check_history(query, parts)
-        rows = self._run_job(tokens.token_rows(parts, query))
+        self._check_history(query, lane.parts)
+        rows = self._run_job(tokens.token_rows(lane, lane.parts, query))
         return [{**row, **place} for row, place in zip(rows, self.token_places(query), strict=True)]
 
     def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
@@ -201,15 +231,17 @@ class LocalEngine:
         parts = self._steps(query.session_id).parts
         diagnosis.check_query(query)
         self._check_history(query, parts)
-        return self._run_job(diagnosis.cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled))
+        return self._run_job(cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled, "diagnosis"))
 
-    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+    def audit(
+        self, session_id: str, positions: int | list[int] | None = None, cancelled: Callable[[], bool] = never
+    ) -> dict[str, Any]:
         self.restore(session_id)
         lane = self._steps(session_id)
-        return self._run_job(audit(lane, lane.parts, session_id, positions))
+        return self._run_job(cancellable(audit(lane, lane.parts, session_id, positions), cancelled, "audit"))
 
-    def repair(self, session_id: str) -> dict[str, Any]:
-        found = self.audit(session_id)
+    def repair(self, session_id: str, cancelled: Callable[[], bool] = never) -> dict[str, Any]:
+        found = self.audit(session_id, cancelled=cancelled)
         cut = self._call(lambda: repair_cut(self._steps(session_id), session_id, found))
         if cut.prompt_ids:
             kv_format = self._all().format_of(session_id)
@@ -239,7 +271,12 @@ class LocalEngine:
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
-        return self._call(lambda: ledger.memory_report(self._all(), on_disk))
+        report = self._call(lambda: ledger.memory_report(self._all(), on_disk))
+        return {**report, "process": self._memory_watch.latest()}
+
+    def memory_history(self) -> dict[str, Any]:
+        self._need_parts()
+        return self._memory_watch.history()
 
     def metrics(self) -> dict[str, Any]:
         on_disk = 0 if self._snapshots is None else sum(self._snapshots.store.sizes().values())
@@ -308,6 +345,7 @@ class LocalEngine:
     def close(self) -> None:
         """End running turns (their streams get what was generated), write snapshots, end the threads. May be called
         again."""
+        self._memory_watch.stop()
         if not self._thread.is_alive():
             self._state = "stopped"
         else:
@@ -333,6 +371,7 @@ class LocalEngine:
             return
         self._state = "ok"
         self._ready.set()
+        self._memory_watch.start()
         try:
             # Also commands from the mailbox touch the cache's tensors, so the whole thread runs in this mode.
             with torch.inference_mode():
@@ -373,6 +412,12 @@ class LocalEngine:
             self._snapshots.writer.flush(LAST_WRITES_S)
             self._drain_mailbox(wait=False)
             self._all().save_all()
+
+    def _holdings(self) -> Holdings:
+        """On the engine thread."""
+        if self._weights is None:
+            self._weights = held_ranges(self._need_parts().model.weights)
+        return Holdings.of(self._all(), self._weights)
 
     # -- KV formats ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from math import isfinite, nan
 from typing import Any
@@ -150,6 +151,23 @@ def with_disk(report: dict[str, Any], snapshots: Snapshots, session_id: str) -> 
     report["blocks"] = _kept("disk", manifest.cache_pos, manifest.block_size, kv_format, turns)
     report["away"] = {"tier": "disk", "tokens": manifest.cache_pos}
     return report
+
+
+def described_block(
+    report: dict[str, Any], start: int, token_ids: SequenceOf[int], text: Callable[[SequenceOf[int]], str]
+) -> dict[str, Any]:
+    """The block of a `cache_report` that begins at position `start`, with its text and which of the turns that wrote
+    the cache, counted from 1, wrote it. Raises `InvalidRequest` if there is none."""
+    found = next((block for block in report["blocks"] if block["start"] == start), None)
+    if found is None:
+        raise InvalidRequest(f"No block of this chat that is kept begins at position {start!r:.20}.")
+    turns = list(dict.fromkeys(block["written_by_turn"] for block in report["blocks"]))
+    return {
+        **found,
+        "turn": turns.index(found["written_by_turn"]) + 1,
+        "turns": len(turns),
+        "text": text(token_ids[start : start + found["count"]]),
+    }
 
 
 def _turns_by_index(places: SequenceOf[BlockPlace], turns: SequenceOf[str | None]) -> dict[int, str | None]:

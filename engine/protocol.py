@@ -12,6 +12,11 @@ from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 
 
+def never() -> bool:
+    """For work that is not stopped by hand."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a prompt. `token_ids` are the ids the model itself produced for it, when that is known."""
@@ -272,8 +277,24 @@ class ChatEngine(Protocol):
         """The cache of one session as in `GET /api/sessions/{id}/cache`."""
         ...
 
+    def block(self, session_id: str, start: int) -> dict[str, Any]:
+        """The block of `inspect` that begins at a position, with its `text`, and `turn` of the `turns` that wrote the
+        cache. Raises `InvalidRequest` if there is none."""
+        ...
+
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
         """Cached values at some positions, as the kernel reads them: `{position, token_id, token, values, norm}`."""
+        ...
+
+    def cache_map(self, session_id: str, query: MapQuery) -> dict[str, Any]:
+        """Norms or similarities of a session's cached keys or values, as in `GET …/cache/map`; replies go on meanwhile.
+
+        Raises `InvalidRequest`, and `Conflict` if nothing is in the cache, or the chat changes meanwhile.
+        """
+        ...
+
+    def cached_values(self, session_id: str, query: ValueQuery) -> dict[str, Any]:
+        """A cached row beside what it was before rounding, as in `GET …/cache/values`. Raises as `cache_map`."""
         ...
 
     def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
@@ -298,15 +319,17 @@ class ChatEngine(Protocol):
         """
         ...
 
-    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+    def audit(
+        self, session_id: str, positions: int | list[int] | None = None, cancelled: Callable[[], bool] = never
+    ) -> dict[str, Any]:
         """Recompute a session's cache and compare, as in `POST /api/sessions/{id}/audit`; replies go on meanwhile.
 
-        `positions`: how many to look at, or which (None: all). Raises `Conflict` while the session is answering, and
-        `InvalidRequest`.
+        `positions`: how many to look at, or which (None: all); `cancelled` is asked after each slice. Raises `Conflict`
+        while the session is answering, `Stopped` if it was cancelled, and `InvalidRequest`.
         """
         ...
 
-    def repair(self, session_id: str) -> dict[str, Any]:
+    def repair(self, session_id: str, cancelled: Callable[[], bool] = never) -> dict[str, Any]:
         """Audit if need be, cut the cache before the first wrong position and compute the rest again:
         `{cut_tokens, recomputed_tokens, first_position, cache_pos, sentence}`; the two differ by what other sessions'
         blocks hold. Raises as `audit`."""
@@ -323,6 +346,10 @@ class ChatEngine(Protocol):
 
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
+        ...
+
+    def memory_history(self) -> dict[str, Any]:
+        """The process's memory since the start, as in `GET /api/memory/history`."""
         ...
 
     def metrics(self) -> dict[str, Any]:
@@ -359,6 +386,26 @@ class ProbeQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class MapQuery:
+    """`what` is one of `engine.debugging.maps.WHAT`, of KV head `head` or of all together, in at most `columns`
+    stretches of positions."""
+
+    what: str = "k_norm"
+    head: int | None = None
+    columns: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ValueQuery:
+    """One cached row: `tensor` "k" or "v" of a layer and KV head at a position."""
+
+    tensor: str = "k"
+    layer: int = 0
+    head: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PrecisionQuery:
     """`token_ids` are run in float32 and in `kv_format` (None: the cache's own); the last `count` are compared."""
 
@@ -378,10 +425,6 @@ class TokenQuery:
     count: int = 64
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class DiagnoseQuery:
     """A stored reply, and all that it was made with: `params` with its seed, the KV format (None: that of now).
@@ -397,7 +440,7 @@ class DiagnoseQuery:
     measures: tuple[TokenMeasure, ...] = ()
     kv_format: str | None = None
     max_tokens: int | None = None
-    cancelled: Callable[[], bool] = _never
+    cancelled: Callable[[], bool] = never
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 from filelock import FileLock
 
 from engine.weights.catalog import ModelSource, resolve
+from kernels.cpu import kept
+from kernels.dispatch import cpu_kernels
 
 IN_ONE_PROCESS = ("tests/e2e/", "tests/kernels/test_gpu_codegen.py")
 """Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test.
@@ -29,6 +31,12 @@ LONGEST = (
     "tests/contract/test_command_line.py",
 )
 """Begun first, the longest at the head: a long one at the end has one process wait for the other."""
+
+
+def pytest_configure() -> None:
+    """Compile the CPU kernels before there are several processes, each of which would; the apps of tests too."""
+    if not kept.is_complete():
+        cpu_kernels()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +13,7 @@ from sessions.errors import NotStored
 from sessions.models import PARTIAL, Message, TokenMeasures
 from ui.api.params import parse_params
 from ui.chat import ChatService
+from ui.stoppable import Stoppable
 
 EXACT = ("logprob", "rank", "entropy", "top1")
 
@@ -40,12 +39,11 @@ class _Reply:
 class Debugging:
     """Reads store and engine; changes neither. Thread-safe. At most one diagnosis runs per session."""
 
-    def __init__(self, chat: ChatService, audit: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, chat: ChatService, audit: Callable[..., Any] | None = None) -> None:
         """`audit`: the engine's audit of a session's live cache, where it has one."""
         self._chat = chat
         self._audit = audit
-        self._running: dict[str, threading.Event] = {}
-        self._lock = threading.Lock()
+        self._running = Stoppable("This session is being diagnosed already; wait for it or stop it first.")
 
     def tokens(
         self, session_id: str, message_id: str | None, start: int, count: int, alternatives: bool
@@ -77,11 +75,15 @@ class Debugging:
     ) -> dict[str, Any]:
         """The body of `POST /api/sessions/{id}/diagnose`; given up as soon as `gone` comes true or it is stopped."""
         engine, reply = self._chat.engine, self._reply(session_id, message_id)
-        with self._claimed(session_id) as stopped:
+        with self._running.claim(session_id) as stopped:
             stored = _stored_params(reply.message)
             kv_format = self._kv_format(session_id)
             if reply.measured is not None and reply.measured.kv_format in engine.capabilities()["kv_formats"]:
                 kv_format = reply.measured.kv_format
+
+            def cancelled() -> bool:
+                return stopped.is_set() or gone()
+
             query = DiagnoseQuery(
                 session_id,
                 reply.prompt_ids,
@@ -90,35 +92,19 @@ class Debugging:
                 reply.measures(kv_format),
                 kv_format,
                 max_tokens,
-                lambda: stopped.is_set() or gone(),
+                cancelled,
             )
-            found = engine.diagnose(query, audited(self._audit, session_id))
+            found = engine.diagnose(query, audited(self._audit, session_id, cancelled))
         return {"session_id": session_id, "message_id": reply.message.id, "same_prompt": reply.same_prompt, **found}
 
     def stop(self, session_id: str) -> bool:
         """End the session's diagnosis, if one runs; False if none did."""
-        with self._lock:
-            running = self._running.get(session_id)
-        if running is not None:
-            running.set()
-        return running is not None
+        return self._running.stop(session_id)
 
     def _kv_format(self, session_id: str) -> str:
         """In which the session's next turn would be kept."""
         own = self._chat.store.get(session_id).params.get("kv_format")
         return str(own or self._chat.engine.capabilities()["kv_format"])
-
-    @contextmanager
-    def _claimed(self, session_id: str) -> Iterator[threading.Event]:
-        with self._lock:
-            if session_id in self._running:
-                raise Conflict("This session is being diagnosed already; wait for it or stop it first.")
-            self._running[session_id] = stopped = threading.Event()
-        try:
-            yield stopped
-        finally:
-            with self._lock:
-                del self._running[session_id]
 
     def _reply(self, session_id: str, message_id: str | None) -> _Reply:
         """The reply with this id, or the last one of the current branch."""

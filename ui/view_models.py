@@ -209,12 +209,21 @@ def _finite(value: float) -> float | None:
 
 
 def block_cells(blocks: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """`[id, start, count, owners, verdict of the last audit]` of each block of the table; those outside the pool have
-    no id. The verdict is "clean", "fault", or None where nothing of the block was looked at since it was written."""
+    """`[id, start, count, owners, verdict of the last audit, tier]` of each block of the table.
+
+    Those outside the pool have no id. The verdict is "clean", "fault", or None where nothing of the block was looked at
+    since it was written.
+    """
     return [
-        [block["id"], block["start"], block["count"], block["ref_count"], (block["last_audit"] or {}).get("verdict")]
+        [
+            block["id"],
+            block["start"],
+            block["count"],
+            block["ref_count"],
+            (block["last_audit"] or {}).get("verdict"),
+            block["tier"],
+        ]
         for block in blocks
-        if block["id"] is not None
     ]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -42,7 +42,6 @@ from engine.sampling.sampler import SamplingState
 from engine.sequence import common_prefix_len
 from kernels.kv_format import FP32, KV_FORMATS
 
-T = TypeVar("T")
 RUNS = 3
 """Draws with other random numbers where there is chance in it."""
 SEED_STEP = 1_000_003
@@ -54,9 +53,14 @@ ROUNDING = 0.05
 """Another token than the reply's is no more than rounding where so little probability made the difference."""
 
 
-def audited(audit: Callable[[str], Mapping[str, Any]] | None, session_id: str) -> Mapping[str, Any] | None:
+def audited(
+    audit: Callable[..., Mapping[str, Any]] | None, session_id: str, cancelled: Callable[[], bool]
+) -> Mapping[str, Any] | None:
     """What an audit of the session's live cache finds; None where there is no such thing, or nothing is cached."""
-    return None if audit is None else audit(session_id)
+    try:
+        return None if audit is None else audit(session_id, cancelled=cancelled)
+    except Stopped:
+        raise Stopped("The diagnosis was stopped.") from None
 
 
 def check_query(query: DiagnoseQuery) -> None:
@@ -67,20 +71,6 @@ def check_query(query: DiagnoseQuery) -> None:
         raise InvalidRequest(f"There is no KV format {query.kv_format!r:.40}.")
     if not query.prompt_ids:
         raise InvalidRequest("The prompt of this reply can't be rendered any more.")
-
-
-def cancellable(slices: Slices[T], cancelled: Callable[[], bool]) -> Slices[T]:
-    """The same work; `Stopped` is raised after the slice in which `cancelled` came true."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        if cancelled():
-            slices.close()
-            raise Stopped("The diagnosis was stopped.")
-        yield
 
 
 @dataclass(slots=True)

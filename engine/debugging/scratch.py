@@ -78,23 +78,34 @@ def _live_state(parts: EngineParts, sequence: Sequence) -> State | None:
 
 
 def _live_logits(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Tensor | None:
-    """On a fork, so that the session keeps its blocks and its state as they are; nobody loses a block for it."""
-    checkpoints = loop.prefix_cache.checkpoints
-    if (loop.prefix_cache.holds_kv and loop.prefix_cache.pool.free_count < 2) or (
-        checkpoints is not None and not checkpoints.slots.free_count
-    ):
+    logits = logits_behind(loop, parts, sequence, (following,), sequence.cache_pos)
+    return None if logits is None else logits[-1].cpu()
+
+
+def logits_behind(
+    loop: StepLoop, parts: EngineParts, sequence: Sequence, token_ids: SequenceOf[int], start: int
+) -> Tensor | None:
+    """float32 logits [n, V] after each of `token_ids`, run behind the first `start` cached tokens of a session.
+
+    On a fork, so that the session keeps its blocks and its state as they are. None where there are no free blocks, or
+    slot, for that, since nobody loses a block for it, and where the sequence can't go on from just there.
+    """
+    pool, checkpoints, spec = loop.prefix_cache.pool, loop.prefix_cache.checkpoints, parts.cache.spec
+    needed = (-(-len(token_ids) // spec.block_size) + 1) * len(spec.groups)
+    if loop.prefix_cache.holds_kv and pool.free_count < needed:
         return None
-    twin = sequence.fork(None, sequence.cache_pos)
+    if checkpoints is not None and not checkpoints.slots.free_count:
+        return None
+    twin = sequence.fork(None, start)
     try:
-        if twin.cache_pos < sequence.cache_pos:
+        if twin.cache_pos < start:
             return None
-        twin.set_tokens([*sequence.token_ids[: sequence.cache_pos], following])
+        twin.set_tokens([*sequence.token_ids[:start], *token_ids])
         twin.reserve(len(twin.token_ids))
         loop.runner.sync_blocks()
-        batch = ScheduledBatch((ScheduledItem(twin, twin.cache_pos, 1, True),))
-        ids, meta = build_metadata(batch, parts.cache.spec.block_size, parts.model.device)
-        hidden = parts.model.hidden_states(ids, parts.cache, meta, parts.states)
-        return parts.model.head(hidden)[-1].cpu()
+        batch = ScheduledBatch((ScheduledItem(twin, start, len(token_ids), True),))
+        ids, meta = build_metadata(batch, spec.block_size, parts.model.device)
+        return parts.model.head(parts.model.hidden_states(ids, parts.cache, meta, parts.states))
     except OutOfBlocks:
         return None
     finally:

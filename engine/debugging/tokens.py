@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.debugging.replays import KeptAs, check_room, follow
+from engine.debugging.scratch import logits_behind
 from engine.errors import InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.origin import Origin
@@ -22,6 +23,8 @@ from engine.step_loop import StepLoop
 
 MAX_COUNT = 256
 ALTERNATIVES = 5
+ROWS = 4
+"""Tokens that are run behind the cache in one slice: more are no quicker, and streams wait for each slice."""
 
 
 def check_query(query: TokenQuery) -> None:
@@ -32,23 +35,43 @@ def check_query(query: TokenQuery) -> None:
         raise InvalidRequest("The prompt of this reply can't be rendered any more.")
 
 
-def token_rows(parts: EngineParts, query: TokenQuery) -> Slices[list[dict[str, Any]]]:
-    """`{logprob, rank, entropy, top1, top}` of tokens `start : start + count`, from one replay in the cache's format.
+def token_rows(loop: StepLoop, parts: EngineParts, query: TokenQuery) -> Slices[list[dict[str, Any]]]:
+    """`{logprob, rank, entropy, top1, top}` of tokens `start : start + count`.
 
     `top` are the `ALTERNATIVES` likeliest tokens, `{token_id, token, logprob}`, the token itself among them if it is
-    one. All under the model itself, before penalties, temperature and filters.
+    one. All under the model itself, before penalties, temperature and filters: run again behind what the session's
+    cache holds of the tokens before, a few at a time, or, where it does not hold them, in one replay of all ids.
     """
     reply = query.reply_ids[: query.start + query.count]
-    check_room(parts, len(query.prompt_ids) + len(reply))
     rows: list[dict[str, Any]] = []
+    while query.start + len(rows) < len(reply):
+        logits = _behind_cache(loop, parts, query, query.start + len(rows), len(reply))
+        if logits is None:
+            break
+        rows += [_row(parts, one, reply[query.start + len(rows) + i]) for i, one in enumerate(logits)]
+        yield
+    if query.start + len(rows) < len(reply):
+        check_room(parts, len(query.prompt_ids) + len(reply))
+        first = query.start + len(rows)
 
-    def take(index: int, logits: Tensor) -> None:
-        if index >= query.start:
-            rows.append(_row(parts, logits, reply[index]))
+        def take(index: int, logits: Tensor) -> None:
+            if index >= first:
+                rows.append(_row(parts, logits, reply[index]))
 
-    if len(reply) > query.start:
         yield from follow(parts, KeptAs(parts.cache.spec, parts.cache.balance), query.prompt_ids, reply, take)
     return rows
+
+
+def _behind_cache(loop: StepLoop, parts: EngineParts, query: TokenQuery, first: int, end: int) -> Tensor | None:
+    """float32 logits [n, V] before the reply's tokens `first : first + n`, of at most `end`; None where the session's
+    cache does not hold all that stands before the first of them, or what it holds gives nothing finite."""
+    history = (*query.prompt_ids, *query.reply_ids[:end])
+    start = len(query.prompt_ids) + first - 1
+    sequence = loop.scheduler.find(query.session_id)
+    if sequence is None or _held(sequence, history[:start]) < start:
+        return None
+    logits = logits_behind(loop, parts, sequence, history[start : min(start + ROWS, len(history) - 1)], start)
+    return logits if logits is not None and bool(torch.isfinite(logits).all()) else None
 
 
 def _row(parts: EngineParts, logits: Tensor, token_id: int) -> dict[str, Any]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.weights.gguf_reader import decode_blocks
 from engine.weights.source import WeightSource
 from kernels import packed_linear, planes
 from kernels.dispatch import Operations, cpu_kernels
+
+if TYPE_CHECKING:
+    from kernels.cpu.blocks import BlockLinear
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -120,6 +124,19 @@ class FileEmbedding:
         return self._source.rows(self._name, token_ids)
 
 
+class BlockEmbedding:
+    """Rows of a head's matrix, which holds the embedding as the file does: decoded as those of the file are."""
+
+    nbytes = 0
+
+    def __init__(self, head: BlockLinear) -> None:
+        self._matrix = head.parts[0]
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        matrix = self._matrix
+        return decode_blocks(matrix.file_rows(token_ids.numpy()), matrix.format)
+
+
 class WeightLoader:
     """Takes tensors from a source into the form that a device and format want."""
 
@@ -183,6 +200,15 @@ class WeightLoader:
         if self.format.rows_from_file:
             return FileEmbedding(self.source, name)
         return TableEmbedding(_own(self.source.load(name), self.device, self.format.dtype), self.format.compute_dtype)
+
+    def in_memory(self, embedding: Embedding, head: Linear) -> Embedding:
+        """The embedding of a head that is tied to it: where both are the file's blocks, these lie in memory once."""
+        if not isinstance(embedding, FileEmbedding) or not self.format.blocks:
+            return embedding
+        from kernels.cpu.blocks import BlockLinear
+
+        kept = isinstance(head, BlockLinear) and head.parts[0].format == self.source.block_format("embed.weight")
+        return BlockEmbedding(head) if kept else embedding  # type: ignore[arg-type]
 
     def tied_head(self, embedding: Embedding) -> Linear:
         """The embedding's planes as the head: they lie in memory once."""

@@ -121,11 +121,12 @@ def _load_weights(
             layers.append(job.result())
             if progress is not None:
                 progress("Loading the model", len(layers), config.num_layers)
+    head = head_job.result()
     return DecoderWeights(
-        embedding=embedding,
+        embedding=loader.in_memory(embedding, head) if tied else embedding,
         layers=tuple(layers),
         norm=_norm(loader, architecture, "norm"),
-        head=head_job.result(),
+        head=head,
         ropes=_ropes(loader, config),
         tied_in_memory=tied,
         altup=_load_altup(loader, config),

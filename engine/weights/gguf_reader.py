@@ -20,6 +20,11 @@ _PERMUTED_ARCHITECTURES = ("llama",)
 _PLAIN = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 
 
+def decode_blocks(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: str) -> Tensor:
+    """float32 [rows, columns] of quantised rows as they lie in a file; `kind` is the name of their GGUF type."""
+    return torch.from_numpy(dequantize(raw, GGMLQuantizationType[kind]))
+
+
 class GGUFSource:
     """A memory-mapped GGUF file as a `WeightSource`. Raises `ModelFileError` for what is none or is damaged."""
 
@@ -82,7 +87,7 @@ class GGUFSource:
         if info.quant_type is GGMLQuantizationType.BF16:
             return torch.from_numpy(np.ascontiguousarray(raw)).view(torch.bfloat16).view(shape)
         try:
-            return torch.from_numpy(dequantize(raw, info.quant_type)).view(shape)
+            return decode_blocks(raw, info.quant_type.name).view(shape)
         except NotImplementedError as error:
             raise ModelFileError(f"Weights of GGUF type {info.quant_type.name} are not supported.") from error
 

@@ -50,6 +50,17 @@ class BlockMatrix:
         words = (address, kind, blocks * size, blocks, self.rows, bias, self.scalar.ctypes.data, dots.address)
         return np.array(words, np.int64)
 
+    def file_rows(self, rows: Words) -> Bytes:
+        """Rows as GGUF has them, uint8 [n, bytes of a row]: what `to_panels` was given."""
+        code_bytes, own = CODE_BYTES[self.format], rows % PANEL
+        panels = self.panels[rows // PANEL]
+        scales = panels.shape[2] // PANEL - code_bytes
+        parts = []
+        for part, size in ((panels[:, :, : PANEL * scales], 2), (panels[:, :, PANEL * scales :], 4)):
+            turns = part.reshape(len(rows), part.shape[1], -1, PANEL, size)
+            parts.append(turns[np.arange(len(rows)), :, :, own].reshape(len(rows), part.shape[1], -1))
+        return np.concatenate(parts, 2).reshape(len(rows), -1)
+
 
 def to_panels(data: Bytes, kind: str) -> Bytes:
     """GGUF rows uint8 [rows, bytes of a row] -> panels, [rows / 8, blocks, 8 * bytes of a block].

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import uvicorn
@@ -83,8 +84,11 @@ def run_here(
 ) -> Callable[..., subprocess.CompletedProcess]:
     """What `test_command_line.run` gives, without a process of its own, whose imports take most of the time.
 
-    For commands that end by themselves before a server runs.
+    For commands that end by themselves.
     """
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
 
     def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess:
         for name in [name for name in os.environ if name.startswith("KVSCOPE")]:
@@ -92,9 +96,13 @@ def run_here(
         for name, value in {"KVSCOPE_DATA": str(tmp_path / "data"), **extra}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(app, "on_signals", lambda handler: None)
+        monkeypatch.setattr(os, "_exit", leave)
         monkeypatch.setattr(sys, "argv", ["app.py", "--no-browser", *map(str, arguments)])
         capfd.readouterr(), caplog.clear()
-        code = app.main()
+        try:
+            code = app.main()
+        except SystemExit as end:
+            code = end.code
         out, errors = capfd.readouterr()
         return subprocess.CompletedProcess(sys.argv, code, out, caplog.text + errors)
 

@@ -139,8 +139,6 @@ def test_help_explains_every_argument_with_its_default(tmp_path):
 
 
 def test_the_plan_adds_up(tmp_path, run_here):
-    import kernels.cpu.decode  # noqa: F401 - else it tells that it compiles
-
     model = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
     done = run_here("--plan", "--model", model, "--device", "cpu", "--kv-format", "fp32", "--kv-budget", "1MiB")
     assert done.returncode == 0 and done.stderr == ""
@@ -165,44 +163,6 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_from_start_to_a_signal_in_mid_reply(tmp_path, model):
-    data = tmp_path / "data"
-    arguments = command("--port", 0, "--model", model, "--device", "cpu", "--max-seq-len", 512)
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(data)
-    )
-    try:
-        line = process.stdout.readline()
-        ready = re.fullmatch(r"KVScope ready: (http://127\.0\.0\.1:\d+) \(model tiny, device cpu\)\n", line)
-        assert ready, (line, process.stderr.read() if process.poll() is not None else "")
-        url = ready[1]
-        with urllib.request.urlopen(f"{url}/") as page:
-            assert b"KVScope" in page.read()
-        made = urllib.request.Request(f"{url}/api/sessions", method="POST")
-        session_id = json.load(urllib.request.urlopen(made))["id"]
-        body = {"content": "Hello", "stream": True, "params": {"ignore_eos": True}}
-        asked = urllib.request.Request(f"{url}/api/sessions/{session_id}/messages", json.dumps(body).encode())
-        stream = urllib.request.urlopen(asked)
-        received: list[bytes] = []
-        reader = threading.Thread(target=lambda: received.extend(stream))
-        reader.start()
-        assert wait_until(lambda: b"event: token\n" in received, 30)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        reader.join(5)
-    finally:
-        process.kill()
-        errors = process.stderr.read()
-    assert errors == ""
-    assert b"event: done\n" in received
-    store = SessionStore(data / "kvscope.db")
-    assert store.recovered == 0
-    reply = store.branch(session_id).messages[-1]
-    assert reply.status == "complete" and reply.finish_reason in ("cancelled", "length") and reply.content
-    store.close()
-
-
 def ask(url: str, method: str, path: str, body: object = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method)) as answer:
@@ -211,26 +171,45 @@ def ask(url: str, method: str, path: str, body: object = None) -> dict:
 
 @contextmanager
 def started(data: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The app, and its address once it is ready; killed at the end."""
+    """The app, and its address once it is ready; killed at the end. It must not say anything but that it is ready."""
     process = subprocess.Popen(
         command("--port", 0, "--device", "cpu", "--max-seq-len", 512, *arguments),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env=environment(data),
     )
     try:
-        yield process, process.stdout.readline().split()[2]
+        line = process.stdout.readline()
+        ready = re.fullmatch(r"KVScope ready: (http://127\.0\.0\.1:\d+) \(model tiny, device cpu\)\n", line)
+        assert ready, (line, process.stderr.read() if process.poll() is not None else "")
+        yield process, ready[1]
     finally:
         process.kill()
-        process.wait()
+        rest, errors = process.communicate()
+    assert (rest, errors) == ("", "")
+
+
+@contextmanager
+def reply_that_is_read(url: str, session_id: str, body: object) -> Iterator[list[bytes]]:
+    """Lines of the stream of a reply, from its first token on; to its end when the block is left."""
+    asked = urllib.request.Request(f"{url}/api/sessions/{session_id}/messages", json.dumps(body).encode())
+    stream = urllib.request.urlopen(asked)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.extend(stream))
+    reader.start()
+    assert wait_until(lambda: b"event: token\n" in received, 30)
+    yield received
+    reader.join(5)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_a_killed_app_goes_on_with_the_cache_it_had(tmp_path, model):
+def test_a_killed_app_goes_on_with_the_cache_it_had_and_a_signal_ends_it_in_mid_reply(tmp_path, model):
     """C25, C31: after a restart the cache was empty, or shown as restored while the whole prompt was computed."""
     data, turn = tmp_path / "data", {"content": "x" * 200, "params": {"ignore_eos": True, "max_tokens": 20}}
     with started(data, "--model", model) as (process, url):
+        with urllib.request.urlopen(f"{url}/") as page:
+            assert b"KVScope" in page.read()
         session, gone = (ask(url, "POST", "/api/sessions")["id"] for _ in range(2))
         for session_id in (session, gone):
             before = ask(url, "POST", f"/api/sessions/{session_id}/messages", turn)["kvscope"]
@@ -243,13 +222,23 @@ def test_a_killed_app_goes_on_with_the_cache_it_had(tmp_path, model):
         after = ask(url, "POST", f"/api/sessions/{session}/messages", {**turn, "content": "go on"})["kvscope"]
         assert after["reused_tokens"] >= before["cache_pos"] - 16 and after["miss"] is None
         assert ask(url, "GET", "/api/memory")["kv_disk"] > 0
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    assert [path.name for path in (data / "snapshots").iterdir()] == [session], "what belongs to no session goes"
+        ended = ask(url, "POST", "/api/sessions")["id"]
+        with reply_that_is_read(
+            url, ended, {"content": "Hello", "stream": True, "params": {"ignore_eos": True}}
+        ) as received:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        assert b"event: done\n" in received
+    snapshots = {path.name for path in (data / "snapshots").iterdir()}
+    assert session in snapshots <= {session, ended}, "what belongs to no session goes"
     manifest = json.loads((data / "snapshots" / session / "manifest.json").read_text())
     assert manifest["cache_pos"] == after["cache_pos"], "a clean end writes what is not yet on disk"
+    with closing(SessionStore(data / "kvscope.db")) as store:
+        assert store.recovered == 0
+        reply = store.branch(ended).messages[-1]
+    assert reply.status == "complete" and reply.finish_reason in ("cancelled", "length") and reply.content
 
 
-def test_a_load_that_fails_is_one_sentence(tmp_path, model):
+def test_a_load_that_fails_is_one_sentence(tmp_path, model, run_here):
     (model / "model.safetensors").write_bytes(b"\x05\x00")
-    assert_refused(run(tmp_path, "--port", 0, "--model", model, "--device", "cpu"), "model.safetensors")
+    assert_refused(run_here("--port", 0, "--model", model, "--device", "cpu"), "model.safetensors")

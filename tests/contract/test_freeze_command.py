@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.local import LocalEngine
-from tests.contract.test_command_line import assert_refused, run
+from tests.contract.test_command_line import assert_refused
 from tests.support.tiny_models import save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import CHATML, byte_level
 
@@ -22,11 +22,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_freezes_and_ends_and_a_start_knows_it(tmp_path: Path, folder: Path) -> None:
+def test_freezes_and_ends_and_a_start_knows_it(tmp_path: Path, folder: Path, run_here) -> None:
     file = tmp_path / "My Rules.txt"
     file.write_bytes("\ufeffBe brief.\r\nAnswer in 世界.\n".encode())
     arguments = ("--model", folder, "--dtype", "float32")
-    done = run(tmp_path, "--freeze", file, *arguments)
+    done = run_here("--freeze", file, *arguments)
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     match = re.fullmatch(r"Frozen (my-rules-[0-9a-f]{8}): (\d+) tokens, [\d.]+ [KM]iB, \d+\.\d\d s", line)

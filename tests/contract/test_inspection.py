@@ -141,3 +141,25 @@ def test_answers_are_valid_json_in_utf8(client, session_id):
     send(client, session_id, "世界")
     raw = client.get(f"/api/sessions/{session_id}").content
     assert json.loads(raw.decode("utf-8"))["messages"][0]["content"] == "世界"
+
+
+def test_maps_values_and_blocks(client, engine, session_id):
+    path = f"/api/sessions/{session_id}/cache"
+    for route in ("map", "values", "block"):
+        assert_error(client.get(f"{path}/{route}"), 409)
+    engine.caches[session_id] = list(range(65, 90))
+    told = client.get(f"{path}/map?what=v_norm&head=1&columns=64").json()
+    assert (told["session_id"], told["what"], told["head"], told["columns"]) == (session_id, "v_norm", 1, [[0, 64]])
+    assert told["values"] == [[None]]  # what is not finite is no number in JSON
+    assert client.get(f"{path}/map").json()["head"] is None
+    assert client.get(f"{path}/values?layer=2&position=7").json()["position"] == 7
+    assert client.get(f"{path}/block?start=16").json()["count"] == 9
+    for wrong in ("map?columns=many", "values?layer=x", "block?start=x"):
+        assert_error(client.get(f"{path}/{wrong}"), 400)
+    assert_error(client.get(f"/api/sessions/{uuid.uuid4()}/cache/map"), 404)
+
+
+def test_memory_history(client, engine):
+    assert client.get("/api/memory/history").json() == {"every_s": 5.0, "points": []}
+    engine.state = "stopped"
+    assert_error(client.get("/api/memory/history"), 503)

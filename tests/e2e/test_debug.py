@@ -13,7 +13,7 @@ from tests.support.chat_page import ChatPage, Visitor
 
 pytestmark = pytest.mark.e2e
 LOOPING = "Repeat: tick tock tick tock tick tock tick tock"
-TABLES = ("/tokens", "/misses", "/diagnose", "/audit", "/probe")
+TABLES = ("/tokens", "/misses", "/diagnose", "/audit", "/probe", "/cache/map", "/cache/values")
 
 
 def debug(tab: ChatPage) -> Locator:
@@ -65,7 +65,7 @@ def test_a_loop_is_diagnosed_and_cured_with_one_click(visitor: Visitor, app: App
 
 def colours(tab: ChatPage) -> list[list[int]]:
     """Red, green and blue of the middle of each cell of the map's fourth row (layer 3)."""
-    found: list[list[int]] = tab.page.locator(".heat canvas").evaluate(
+    found: list[list[int]] = tab.page.locator(".audit .heat canvas").evaluate(
         """canvas => {
             const context = canvas.getContext("2d"), cell = canvas.width / 16, row = 3.5 * canvas.height / 30;
             const data = (index) => context.getImageData((index + .5) * cell, row, 1, 1).data;
@@ -166,3 +166,83 @@ def test_misses_are_cards_and_a_hidden_tab_asks_nothing(visitor: Visitor, app: A
     before = len(asked(visitor))
     tab.ask("And how wide?")
     assert len(asked(visitor)) == before
+
+
+def test_an_audit_is_stopped_with_its_button(visitor: Visitor, app: AppProcess) -> None:
+    visitor.expect_errors("409 (Conflict)")  # how a stopped audit is answered
+    session = app.session(max_tokens=4)
+    app.say(session, "A long story of the sea. " * 100)
+    tab = visitor.open(session)
+    tab.tab("Debug")
+    audit = section(tab, "Audit")
+    audit.get_by_role("button", name="Audit").click()
+    audit.get_by_role("button", name="Stop").click()
+    expect(audit.get_by_role("status")).to_have_text("Stopped.")
+    audit.get_by_role("button", name="Audit").click()
+    expect(audit).to_contain_text("hold what the model computes anew")
+
+
+def test_a_copied_row_is_seen_in_the_map_and_read_beside_its_exact_values(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=8, kv_format="int8")
+    app.say(session, "Tell me something about keys and values.")
+    damage = {"session_id": session, "kind": "shift", "layer": 3, "start": 20, "count": 1, "amount": 1}
+    tab = visitor.open(session)
+    tab.tab("Debug")
+    maps = section(tab, "Cache map")
+    maps.get_by_label("What to draw").select_option("k_similarity")
+    assert not any("/cache/map" in url for url in visitor.requests), "nothing is drawn unasked"
+    maps.get_by_role("button", name="Draw").click()
+    expect(maps.get_by_role("status")).to_contain_text("most like its neighbour")
+    app.request("POST", "/api/debug/inject", damage)
+    maps.get_by_role("button", name="Draw").click()
+    expect(maps.get_by_role("status")).to_contain_text("In layer 3 position 20 holds what the one before holds")
+    canvas = maps.locator("canvas")
+    columns = app.request("GET", f"/api/sessions/{session}/cache/map?what=k_similarity&columns=192")["columns"]
+    column = next(index for index, (first, last) in enumerate(columns) if first <= 20 <= last)
+    canvas.focus()
+    for key in ["ArrowDown"] * 4 + ["ArrowRight"] * column:
+        tab.page.keyboard.press(key)
+    expect(maps.locator(".heat-note")).to_contain_text("layer 3 · position")
+    expect(maps.locator(".heat-note")).to_contain_text("likeness 1.0000")
+    tab.page.keyboard.press("Enter")
+    detail = maps.locator(".token-detail")
+    expect(detail).to_contain_text("Exact values")
+    expect(detail).to_contain_text("k_cache[3][0][20]")
+    expect(detail).to_contain_text("int8")
+    told = app.request("GET", f"/api/sessions/{session}/cache/values?layer=3&position=20")
+    shown = [float(text) for text in detail.locator(".pairs div span:not(.quiet)").all_inner_texts()]
+    assert len(shown) == 2 * len(told["stored"])
+    assert shown[:8] == pytest.approx(told["exact"][:8], abs=0.006)
+    assert shown[8:16] == pytest.approx(told["stored"][:8], abs=0.006)
+
+
+def test_a_block_tells_its_text_and_its_turn(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=8)
+    app.say(session, "How many <b>seas</b> are there?")
+    app.say(session, "And lakes?")
+    tab = visitor.open(session)
+    told = app.request("GET", f"/api/sessions/{session}/cache/block?start=16")
+    cells, detail = tab.panel.locator(".cells i"), tab.panel.locator(".block-detail")
+    expect(detail).to_be_hidden()
+    cells.nth(1).hover()
+    expect(detail.locator("code")).to_have_text(told["text"].replace("\n", "↵").replace(" ", "·"))
+    expect(detail).to_contain_text(f"block {told['id']}, in RAM · tokens 16–31")
+    expect(detail).to_contain_text(f"written by turn {told['turn']} of {told['turns']}")
+    tab.panel.locator(".cells").focus()
+    tab.page.keyboard.press("ArrowRight")
+    expect(detail).to_contain_text("tokens 32–")
+    tab.page.keyboard.press("ArrowLeft")
+    expect(detail).to_contain_text("tokens 16–31")
+    tab.page.keyboard.press("Escape")
+    expect(detail).to_be_hidden()
+
+
+def test_the_process_is_drawn_by_part_and_over_time(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open()
+    memory = tab.panel.locator(".memory")
+    expect(memory).to_contain_text("process (RSS)")
+    expect(memory).to_contain_text(re.compile(r"-?\d+\.\d % of the resident set is in none of them"))
+    told = app.request("GET", "/api/memory")["process"]
+    assert abs(told["unexplained"]) <= 0.02 * told["rss"], told
+    expect(memory.locator("svg .rss")).to_have_count(1)
+    assert "NaN" not in (memory.locator("svg .rss").get_attribute("d") or "NaN")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.support.app_process import AppProcess, wait_for
-from tests.support.chat_page import Visitor
+from tests.support.chat_page import ChatPage, Visitor
 
 pytestmark = pytest.mark.e2e
 KEY = "a-key-of-this-test"
@@ -22,36 +21,42 @@ LOST = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET", 
 
 @pytest.fixture
 def start(folders: Callable[[], Path]) -> Iterator[Callable[..., AppProcess]]:
-    """Starts apps, which end with the test."""
+    """Begins to start apps, which end with the test."""
     started: list[AppProcess] = []
 
-    def begin(data_dir: Path | None = None, *args: str, port: int = 0, until_ready: bool = True) -> AppProcess:
-        started.append(AppProcess(data_dir or folders(), "--max-seq-len", "1024", *args, port=port))
-        return started[-1].start(until_ready)
+    def begin(data_dir: Path, port: int) -> AppProcess:
+        started.append(AppProcess(data_dir, "--max-seq-len", "1024", port=port, key=KEY))
+        return started[-1].start(until_ready=False)
 
     yield begin
     for process in started:
         process.stop(signal.SIGKILL)
 
 
-def test_restart_under_an_open_page(start, visit, folders) -> None:
-    """The end of the app stores what was being written; the page says so, comes back and goes on."""
-    first = start()
+def test_start_and_restart_under_an_open_page(start, visit, folders) -> None:
+    """The page is there, behind its key, while the model loads. The end of the app stores what was being written; the
+    page says so, comes back with the app and goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first: AppProcess = start(folders(), port)
+    first.url = f"http://127.0.0.1:{port}"
     visitor: Visitor = visit(first.url)
-    visitor.expect_errors(*LOST)
+    visitor.expect_errors("the server responded with a status of 401", *LOST)
+    wait_for(lambda: _answers(first), "the first answer")
+    _open_with_key(visitor.context.new_page(), first.url)
     tab = visitor.open(first.session(max_tokens=6))
-    tab.ask("Name a fruit.")
-    history = tab.texts()
-    session = tab.session()
-    first.request("PATCH", f"/api/sessions/{session}", {"params": {"max_tokens": 700, "ignore_eos": True}})
-    tab.send("Tell me a long story.")
-    tab.writing(10)
-    before = time.monotonic()
-    assert first.stop(signal.SIGTERM) == 0
-    assert time.monotonic() - before < 15
-    expect(tab.page.get_by_text("The server is not answering. Trying again…")).to_be_visible()
+    tab.box.fill("typed early")
+    first.wait_ready()
+    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
+    assert tab.box.input_value() == "typed early"
+    tab.box.press("Enter")
+    tab.idle(2)
+    history, session = tab.texts(), tab.session()
+    assert history[1] and len(first.messages(session)) == 2
+
+    _end_in_mid_reply(first, tab)
     tab.box.fill("still typing")
-    second = start(first.data_dir, port=first.port, until_ready=False)
+    second = start(first.data_dir, port)
     expect(tab.page.get_by_text("The server is not answering. Trying again…")).to_be_hidden()
     second.wait_ready()
     tab.idle(4)
@@ -70,16 +75,8 @@ def test_restart_under_an_open_page(start, visit, folders) -> None:
     assert len(second.request("GET", "/api/sessions")["sessions"]) == 1
 
 
-def test_a_key_is_asked_for_and_the_page_is_there_while_the_model_loads(start, visit) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    app = start(None, "--api-key", KEY, port=port, until_ready=False)
-    app.url = f"http://127.0.0.1:{port}"
-    visitor: Visitor = visit(app.url)
-    visitor.expect_errors("the server responded with a status of 401", *LOST)
-    wait_for(lambda: _answers(app), "the first answer")
-    page = visitor.context.new_page()
-    page.goto(app.url)
+def _open_with_key(page: Page, url: str) -> None:
+    page.goto(url)
     assert page.locator("#kv-prompt").count() == 0
     page.get_by_label("API key").fill("wrong")
     page.get_by_role("button", name="Open").click()
@@ -87,16 +84,14 @@ def test_a_key_is_asked_for_and_the_page_is_there_while_the_model_loads(start, v
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Open").click()
     expect(page.locator("#kv-prompt textarea")).to_be_visible()
-    tab = visitor.open(app.request("POST", "/api/sessions", {"params": {"max_tokens": 4}}, key=KEY)["id"])
-    tab.box.fill("typed early")
-    app.wait_ready()
-    expect(tab.page.get_by_text("The model is loading.")).to_have_count(0)
-    assert tab.box.input_value() == "typed early"
-    tab.box.press("Enter")
-    tab.idle(2)
-    assert tab.texts()[1] and len(app.messages(tab.session(), key=KEY)) == 2
-    before = time.monotonic()
-    assert app.stop(signal.SIGTERM) == 0 and time.monotonic() - before < 15
+
+
+def _end_in_mid_reply(app: AppProcess, tab: ChatPage) -> None:
+    app.request("PATCH", f"/api/sessions/{tab.session()}", {"params": {"max_tokens": 700, "ignore_eos": True}})
+    tab.send("Tell me a long story.")
+    tab.writing(10)
+    assert app.stop(signal.SIGTERM) == 0
+    expect(tab.page.get_by_text("The server is not answering. Trying again…")).to_be_visible()
 
 
 def _answers(app: AppProcess) -> bool:

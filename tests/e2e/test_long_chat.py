@@ -78,7 +78,7 @@ def test_bytes_of_a_reply(visitor: Visitor, app: AppProcess, long_chat: str) -> 
 
 
 def test_typing_is_not_held_up(visitor: Visitor, app: AppProcess, long_chat: str) -> None:
-    app.request("PATCH", f"/api/sessions/{long_chat}", {"params": {**PARAMS, "max_tokens": 300}})
+    app.request("PATCH", f"/api/sessions/{long_chat}", {"params": {**PARAMS, "max_tokens": 700}})
     tab = visitor.open(long_chat)
     tab.send("Go on.")
     tab.writing()

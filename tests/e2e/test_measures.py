@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import expect
@@ -26,12 +25,8 @@ def with_turns(app: AppProcess, lengths: list[int]) -> None:
     app.request("POST", "/api/sessions/import", data)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_curve_of_lengths_and_the_comparison_are_drawn(
-    visit: Callable[..., Visitor], app: AppProcess, scheme: str
-) -> None:
+def test_the_curve_of_lengths_and_the_comparison_are_drawn(visitor: Visitor, app: AppProcess) -> None:
     with_turns(app, [*range(40, 400, 12)])
-    visitor = visit(app.url, color_scheme=scheme)
     visitor.expect_errors("400 (Bad Request)")
     tab = visitor.open(app.session(max_tokens=12))
     expect(tab.panel.locator(".cdf svg")).to_be_visible()
@@ -41,7 +36,13 @@ def test_the_curve_of_lengths_and_the_comparison_are_drawn(
     expect(limit).to_contain_text(f"--max-seq-len {found['recommended']}")
     line = tab.panel.locator(".cdf .line")
     assert line.get_attribute("d").count("V") == len(found["cdf"])
-    assert line.evaluate("node => getComputedStyle(node).stroke") != "none"
+    strokes = set()
+    for scheme in ("light", "dark"):
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.page.reload()
+        tab.ready()
+        strokes.add(line.evaluate("node => getComputedStyle(node).stroke"))
+    assert "none" not in strokes and len(strokes) == 2, "a colour of its own on each ground"
 
     tab.panel.get_by_role("button", name="Compare precision").click()
     expect(tab.toasts).to_contain_text("nothing in this session to compare")

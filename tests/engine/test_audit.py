@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.faults import BAMBA, QWEN2, random_fault, run_all, summary
 from engine.debugging.faults import KINDS
-from engine.errors import Conflict, Forbidden, InvalidRequest
+from engine.errors import Conflict, Forbidden, InvalidRequest, Stopped
 from engine.protocol import FaultRequest, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -317,3 +317,19 @@ def test_without_a_free_block_for_the_copy_nothing_is_damaged():
     finally:
         engine.check_integrity()
         engine.close()
+
+
+def test_an_audit_can_be_stopped_and_leaves_nothing_behind(engine):
+    turn(engine, A)
+    before, asked = engine.inspect(A), []
+
+    def cancelled() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    with pytest.raises(Stopped, match="audit was stopped"):
+        engine.audit(A, cancelled=cancelled)
+    with pytest.raises(Stopped):
+        engine.repair(A, cancelled=lambda: True)
+    assert len(asked) == 3 and engine.inspect(A) == before
+    assert engine.audit(A)["verdict"] == "clean"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.local import LocalEngine
 from engine.protocol import Finished, GenerateRequest, TokenDelta, TurnStats
@@ -18,6 +21,15 @@ from tests.support.tiny_models import tiny_model
 PROMPT = tuple(b"The cat sat on the mat and looked at the moon.")
 VOCAB = 271
 SIZE = 4
+PENALTIES, STOPPINGS = (1.0, 0.0, 2.0), (False, True, "never")
+# The search is the same for all architectures, what a beam takes over from another is not.
+SETTINGS = [("llama", *rest) for rest in product((2, 4), PENALTIES, STOPPINGS)] + [
+    (kind, *rest)
+    for kind in ("qwen2", "qwen3", "bamba", "mamba2")
+    for rest in ((2, 0.0, True), (4, 1.0, False), (4, 2.0, "never"))
+]
+SETTINGS_OF_ONE_LENGTH = list(dict.fromkeys(setting[:3] for setting in SETTINGS))
+"""Without an end token there is nothing to stop at early."""
 
 
 def searched(
@@ -30,11 +42,15 @@ def searched(
     return tuple(token_id for event in deltas for token_id in event.token_ids), events[-1].stats
 
 
+@cache
+def reference(kind: str) -> PreTrainedModel:
+    return tiny_model(kind, vocab_size=VOCAB, max_position_embeddings=512)
+
+
 def expected(kind: str, count: int, eos: list[int] | None, beams: BeamParams) -> tuple[int, ...]:
     """The reply of `transformers`, its end token left out."""
-    model = tiny_model(kind, vocab_size=VOCAB, max_position_embeddings=512)
     with torch.no_grad():
-        out = model.generate(
+        out = reference(kind).generate(
             torch.tensor([PROMPT]),
             max_new_tokens=count,
             do_sample=False,
@@ -49,7 +65,7 @@ def expected(kind: str, count: int, eos: list[int] | None, beams: BeamParams) ->
     return ids[: ends[0]] if ends else ids
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "bamba", "mamba2"])
+@pytest.fixture(scope="module")
 def kind(request) -> str:
     return request.param
 
@@ -62,30 +78,27 @@ def engine(kind) -> Iterator[RecordingEngine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
 def frequent_tokens(engine: LocalEngine) -> list[int]:
     """Tokens that beams come by, to serve as end tokens."""
     ids, _ = searched(engine, BeamParams(4), max_tokens=48, ignore_eos=True)
     return sorted({ids[9], ids[17]})
 
 
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
-@pytest.mark.parametrize("num_beams", [2, 4])
-def test_without_an_end_token_the_reply_is_that_of_transformers(engine, kind, num_beams, penalty):
+@pytest.mark.parametrize(("kind", "num_beams", "penalty"), SETTINGS_OF_ONE_LENGTH, indirect=["kind"])
+def test_without_an_end_token_the_reply_is_that_of_transformers(kind, engine, num_beams, penalty):
     beams = BeamParams(num_beams, penalty)
     ids, stats = searched(engine, beams, max_tokens=24, ignore_eos=True)
     assert ids == expected(kind, 24, None, beams)
     assert stats.finish_reason == "length" and stats.generated_tokens == 24
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
-@pytest.mark.parametrize("num_beams", [2, 4])
+@pytest.mark.parametrize(("kind", "num_beams", "penalty", "early_stopping"), SETTINGS, indirect=["kind"])
 def test_with_end_tokens_the_reply_is_that_of_transformers(
-    engine, kind, num_beams, penalty, early_stopping, monkeypatch
+    kind, engine, num_beams, penalty, early_stopping, frequent_tokens, monkeypatch
 ):
-    eos = frequent_tokens(engine)
-    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset(eos))
+    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset(frequent_tokens))
     beams = BeamParams(num_beams, penalty, early_stopping)
     ids, stats = searched(engine, beams, max_tokens=48)
-    assert ids == expected(kind, 48, eos, beams)
+    assert ids == expected(kind, 48, frequent_tokens, beams)
     assert stats.generated_tokens == len(ids) + (stats.finish_reason == "stop")

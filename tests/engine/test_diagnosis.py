@@ -131,8 +131,17 @@ def test_an_audit_that_finds_a_fault_decides(engine):
 
 def test_the_audit_is_asked_for_this_session():
     asked = []
-    assert audited(lambda session_id: asked.append(session_id) or SOUND, "s") == SOUND and asked == ["s"]
-    assert audited(None, "s") is None
+
+    def audit(session_id, cancelled):
+        asked.append(session_id)
+        if cancelled():
+            raise Stopped("The audit was stopped.")
+        return SOUND
+
+    assert audited(audit, "s", lambda: False) == SOUND and asked == ["s"]
+    assert audited(None, "s", lambda: False) is None
+    with pytest.raises(Stopped, match="diagnosis"):
+        audited(audit, "s", lambda: True)
 
 
 def test_a_loop_that_a_float32_cache_does_not_have_is_the_precisions_fault():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from itertools import chain
 
 import pytest
+import torch
 
+from engine.debugging import tokens
+from engine.debugging.scratch import logits_behind
 from engine.kv_cache.origin import Origin
-from engine.protocol import GenerateRequest, TokenDelta, TokenQuery
+from engine.protocol import FaultRequest, GenerateRequest, TokenDelta, TokenQuery
+from engine.replay import Replay
 from engine.sampling.params import SamplingParams
 from tests.support.chats import GREEDY, tiny_chat
 from tests.support.engines import run, tiny_engine
@@ -125,3 +130,77 @@ def test_measures_survive_a_restart(tmp_path):
         chat.store.delete(session.id)
         with chat.store._database.read() as db:
             assert db.execute("SELECT count(*) FROM token_measures").fetchone()[0] == 0
+
+
+NO_TIME = SamplingParams(temperature=0.8, seed=4, max_tokens=60, ignore_eos=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "qwen3"}, {"kv_format": "int8"}, {"kind": "qwen2", "window": 64}])
+def test_behind_the_cache_a_token_costs_no_replay_and_gives_what_one_gives(monkeypatch, options):
+    """Guards against running a long chat again for each click: 51 s at 4,450 tokens."""
+    engine = tiny_engine(**options)
+    try:
+        session_id, prompt = str(uuid.uuid4()), tuple(range(40, 98))
+        ids, _ = said(engine, prompt, session_id, NO_TIME)
+        before = engine.inspect(session_id)
+        queries = [TokenQuery(session_id, prompt, ids, *part) for part in ((0, 16), (5, 3), (30, 30), (59, 1))]
+        with monkeypatch.context() as patch:
+            patch.setattr(tokens, "follow", lambda *_: pytest.fail("the whole reply was run again"))
+            quick = [engine.token_table(query) for query in queries]
+        with monkeypatch.context() as patch:
+            patch.setattr(tokens, "_behind_cache", lambda *_: None)
+            whole = [engine.token_table(query) for query in queries]
+        assert engine.inspect(session_id) == before
+        engine.check_integrity()
+    finally:
+        engine.close()
+    assert [len(rows) for rows in quick] == [16, 3, 30, 1]
+    for row, other in zip(chain(*quick), chain(*whole), strict=True):
+        assert row["logprob"] == pytest.approx(other["logprob"], abs=2e-4)
+        assert row["entropy"] == pytest.approx(other["entropy"], abs=2e-4)
+        assert [top["token_id"] for top in row["top"]] == [top["token_id"] for top in other["top"]]
+        assert row["rank"] == other["rank"]
+
+
+def test_from_the_first_token_on_it_is_equal_bit_for_bit(monkeypatch):
+    """The prompt's rows are those that the replay makes, and the same steps are run behind them."""
+    engine = tiny_engine()
+    try:
+        session_id, prompt = str(uuid.uuid4()), tuple(range(40, 60))
+        ids, _ = said(engine, prompt, session_id)
+        lane = engine._steps(session_id)
+        sequence = lane.scheduler.find(session_id)
+        history = (*prompt, *ids)
+
+        def behind(start: int, end: int) -> torch.Tensor:
+            found = logits_behind(lane, lane.parts, sequence, history[start:end], start)
+            assert found is not None
+            return found
+
+        replay = Replay(lane.parts.model, lane.parts.cache.spec, len(history))
+        whole = engine._call(lambda: torch.cat([replay.extend(prompt, 1), replay.extend(ids[:1], 1)]))
+        assert torch.equal(engine._call(lambda: behind(len(prompt), len(prompt) + 1)), whole[1:])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("why", ["full", "damaged", "edited", "unknown"])
+def test_where_the_cache_does_not_serve_the_reply_is_run_again(why):
+    engine = tiny_engine(fault_injection=True)
+    try:
+        session_id, prompt = str(uuid.uuid4()), tuple(range(40, 58))
+        ids, _ = said(engine, prompt, session_id)
+        query = TokenQuery(session_id, prompt, ids, 20, 5)
+        if why == "unknown":
+            query = replace(query, session_id=str(uuid.uuid4()))
+        elif why == "edited":
+            said(engine, (*prompt[:10], 7, 7, 7), session_id, replace(SAMPLED, max_tokens=2))
+        elif why == "damaged":
+            engine.inject(FaultRequest(session_id, "nan", 0, 5, 1))
+        pool = engine._steps(session_id).prefix_cache.pool
+        if why == "full":
+            engine._call(lambda: setattr(pool, "limit", pool.high_water))
+            assert not pool.free_count
+        assert len(engine.token_table(query)) == 5
+    finally:
+        engine.close()

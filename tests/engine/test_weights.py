@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import ConfigError, ModelFileError
 from engine.models.config import config_from_gguf, config_from_json
+from engine.models.layers import BlockEmbedding
 from engine.models.registry import load_model
 from engine.weights.gguf_container import read_container
 from engine.weights.gguf_reader import GGUFSource
@@ -79,6 +80,15 @@ def test_tied_matrix_of_packed_weights_is_held_once(tied_gguf):
     weights = load_model(tied_gguf, CPU, "float16").weights
     assert weights.embedding.nbytes == 0
     assert weights.head.nbytes == 320 * 64 * 2
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_tied_blocks_of_a_file_are_held_once_and_give_the_same_rows(tmp_path, kind):
+    file = save_gguf(tiny_model("llama"), tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    weights, ids = load_model(file, CPU, "auto").weights, torch.tensor([5, 0, 319, 5])
+    assert isinstance(weights.embedding, BlockEmbedding)
+    assert weights.embedding._matrix is weights.head.parts[0]
+    assert torch.equal(weights.embedding(ids), GGUFSource(file).rows("embed.weight", ids))
 
 
 @pytest.mark.parametrize("equal", [True, False])

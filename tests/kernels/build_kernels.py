@@ -18,7 +18,12 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triton.compiler.compiler import CompiledKernel
+
+    from tests.support.compile_only import CompileCase
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "gpu"
@@ -41,26 +46,37 @@ def case_files() -> list[str]:
 
 def build(archs: list[int], files: list[str]) -> dict[str, dict[str, Any]]:
     """Compile the cases of `files` for each arch."""
-    from tests.support.compile_only import CompileOnlyDriver, inspect_kernel
+    from tests.support.machine_code import inspect_kernels
 
     found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        cases = importlib.import_module(f"tests.kernels.compile_cases.{file}").cases
-        for arch in archs:
-            for case in cases(arch):
-                try:
-                    with CompileOnlyDriver(arch) as compiled:
-                        case.run()
-                except Exception as error:
-                    raise RuntimeError(f"{file}/{case.name} does not compile for sm_{arch}") from error
-                asked = {"max_regs": case.max_regs, "max_shared": case.max_shared, "case_wide_loads": case.wide_loads}
-                launches: Counter[str] = Counter()
-                for kernel in compiled.built:
-                    seen = inspect_kernel(kernel)
-                    launches[seen.kernel] += 1
-                    again = f" ({launches[seen.kernel]})" if launches[seen.kernel] > 1 else ""
-                    found[f"{file}/{case.name}/{seen.kernel}{again}/{arch}"] = dataclasses.asdict(seen) | asked
+    for arch in archs:
+        launched = [
+            (f"{file}/{case.name}", case, kernel)
+            for file in files
+            for case in importlib.import_module(f"tests.kernels.compile_cases.{file}").cases(arch)
+            for kernel in compiled(file, case, arch)
+        ]
+        launches: Counter[str] = Counter()
+        resources = inspect_kernels([kernel for _, _, kernel in launched], arch)
+        for (place, case, _), seen in zip(launched, resources, strict=True):
+            name = f"{place}/{seen.kernel}"
+            launches[name] += 1
+            again = f" ({launches[name]})" if launches[name] > 1 else ""
+            asked = {"max_regs": case.max_regs, "max_shared": case.max_shared, "case_wide_loads": case.wide_loads}
+            found[f"{name}{again}/{arch}"] = dataclasses.asdict(seen) | asked
     return found
+
+
+def compiled(file: str, case: CompileCase, arch: int) -> list[CompiledKernel]:
+    """The kernels that the launcher of `case` would start on a card of `arch`."""
+    from tests.support.compile_only import CompileOnlyDriver
+
+    try:
+        with CompileOnlyDriver(arch) as driver:
+            case.run()
+    except Exception as error:
+        raise RuntimeError(f"{file}/{case.name} does not compile for sm_{arch}") from error
+    return driver.built
 
 
 def table(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:

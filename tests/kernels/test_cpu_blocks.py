@@ -127,8 +127,12 @@ def test_zero_rows_of_int8_stay_zero():
     assert (result[:, 1] == 0).all() and (result[:, 0] != 0).all()
 
 
-def test_blocks_are_kept_as_they_are_and_counted():
-    matrix, _ = from_gguf("Q4_1", 8, 64)
-    assert matrix.panels.nbytes == 8 * 2 * 20
-    data = gguf.quantize(random(8, 64).numpy(), gguf.GGMLQuantizationType.Q4_1)
-    assert np.array_equal(np.sort(matrix.panels, axis=None), np.sort(data, axis=None)), "panels hold the file's bytes"
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_kept_as_they_are_and_counted(kind):
+    from kernels.cpu import blocks as cpu_blocks
+
+    data = gguf.quantize(random(21, 64).numpy(), gguf.GGMLQuantizationType[kind])
+    matrix = cpu_blocks.from_file(data, kind, 64)
+    assert matrix.panels.nbytes == 24 * data.shape[1]
+    chosen = np.array([20, 0, 9, 9, 15])
+    assert np.array_equal(matrix.file_rows(chosen), data[chosen])

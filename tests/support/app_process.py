@@ -23,8 +23,8 @@ REQUEST_S = 120.0
 class AppProcess:
     """The running app. Keyword arguments become settings of the sessions that `session` makes."""
 
-    def __init__(self, data_dir: Path, *args: str, port: int = 0) -> None:
-        self.data_dir, self.args, self.port = data_dir, args, port
+    def __init__(self, data_dir: Path, *args: str, port: int = 0, key: str | None = None) -> None:
+        self.data_dir, self.args, self.port, self.key = data_dir, args, port, key
         self.url = ""
         self.output: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -32,7 +32,7 @@ class AppProcess:
     def start(self, until_ready: bool = True) -> AppProcess:
         """Begin; with `until_ready` wait for the line that says a chat could be sent."""
         command = [sys.executable, "app.py", "--no-browser", "--port", str(self.port)]
-        command += ["--data-dir", str(self.data_dir), *self.args]
+        command += ["--data-dir", str(self.data_dir), *self.args, *(["--api-key", self.key] if self.key else [])]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSCOPE_")}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -72,8 +72,8 @@ class AppProcess:
 
     # -- its HTTP interface
 
-    def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Any:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         with httpx.Client(trust_env=False, timeout=REQUEST_S, headers=headers) as client:
             answer = client.request(method, self.url + path, json=body)
         assert answer.status_code == 200, f"{method} {path}: {answer.status_code} {answer.text[:300]}"
@@ -89,9 +89,9 @@ class AppProcess:
         """One turn, to its end; the reply."""
         return str(self.request("POST", f"/api/sessions/{session_id}/messages", {"content": content})["content"])
 
-    def messages(self, session_id: str, key: str | None = None) -> list[dict[str, Any]]:
+    def messages(self, session_id: str) -> list[dict[str, Any]]:
         """The messages of the current branch."""
-        found: list[dict[str, Any]] = self.request("GET", f"/api/sessions/{session_id}", key=key)["messages"]
+        found: list[dict[str, Any]] = self.request("GET", f"/api/sessions/{session_id}")["messages"]
         return found
 
     def numbers(self, session_id: str, index: int = -1) -> dict[str, Any]:

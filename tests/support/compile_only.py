@@ -1,22 +1,13 @@
-"""Compile kernels for any CUDA card without one, through their own launchers, and read what the assembler made of them.
+"""Compile kernels for any CUDA card without one, through their own launchers.
 
 Only for processes that don't interpret (`TRITON_INTERPRET=0`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import itertools
-import json
-import os
-import re
-import subprocess
-import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -49,24 +40,6 @@ class CompileCase:
     max_regs: int
     wide_loads: int
     max_shared: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What one compiled kernel takes. `loads` counts the global loads in its code by width in bits."""
-
-    kernel: str
-    registers: int
-    num_warps: int
-    stack: int
-    local_accesses: int
-    shared: int
-    loads: dict[int, int]
-    hmma: int
-
-    @property
-    def wide_loads(self) -> int:
-        return self.loads.get(128, 0)
 
 
 def registers_for_two(num_warps: int) -> int:
@@ -125,54 +98,3 @@ class CompileOnlyDriver:
 
     def _keep(self, *, src: Any, metadata: dict[str, Any], metadata_group: Any, **ignored: Any) -> None:
         self.built.append(CompiledKernel(src, metadata_group, metadata["hash"]))
-
-
-def inspect_kernel(compiled: CompiledKernel) -> Resources:
-    """Read registers and stack from the cubin and the loads from its disassembly.
-
-    Disassembling takes longer than a warm compile, so what was read is kept in Triton's cache folder.
-    """
-    key = hashlib.sha256(compiled.asm["cubin"] + Path(__file__).read_bytes()).hexdigest()
-    kept = Path(knobs.cache.dir) / "inspected" / f"{key}.json"
-    if kept.exists():
-        fields = json.loads(kept.read_text())
-        return Resources(**fields | {"loads": {int(bits): count for bits, count in fields["loads"].items()}})
-    found = _read_code(compiled)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(dataclasses.asdict(found)))
-    partial.replace(kept)
-    return found
-
-
-def _read_code(compiled: CompiledKernel) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
-        code = _output(knobs.nvidia.nvdisasm.path, "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Resources(
-        kernel=compiled.metadata.name,
-        registers=int(found[1]),
-        num_warps=compiled.metadata.num_warps,
-        stack=int(found[2]),
-        local_accesses=len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        shared=compiled.metadata.shared,
-        loads=dict(sorted(Counter(map(_load_bits, re.findall(r"\bLDG(?:STS)?\.E((?:\.\w+)*)", code))).items())),
-        hmma=len(re.findall(r"\b(?:HMMA|IMMA|QMMA|HGMMA)\b", code)),
-    )
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _load_bits(modifiers: str) -> int:
-    """`.LTC128B` is a prefetch hint, not a width."""
-    names = set(modifiers.split("."))
-    for name, bits in (("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8)):
-        if name in names:
-            return bits
-    return 32

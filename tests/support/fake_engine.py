@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.debugging.timeline import TurnTrace
@@ -30,12 +30,15 @@ from engine.protocol import (
     FaultRequest,
     Finished,
     GenerateRequest,
+    MapQuery,
     PrecisionQuery,
     PrefillProgress,
     ProbeQuery,
     TokenDelta,
     TokenLogprob,
     TokenQuery,
+    ValueQuery,
+    never,
 )
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
@@ -68,6 +71,9 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.finished: list[str] = []
         self.diagnosed: list[DiagnoseQuery] = []
+        self.holds_audits = False
+        """An audit goes on until it is stopped."""
+        self.auditing: list[str] = []
         self.counters = EngineMetrics()
         self._busy: set[str] = set()
 
@@ -159,6 +165,24 @@ class FakeEngine:
             for i, t in enumerate(ids)
         ]
 
+    def cache_map(self, session_id: str, query: MapQuery) -> dict[str, Any]:
+        self._need_cached(session_id)
+        return {"what": query.what, "head": query.head, "columns": [[0, query.columns]], "values": [[float("nan")]]}
+
+    def cached_values(self, session_id: str, query: ValueQuery) -> dict[str, Any]:
+        self._need_cached(session_id)
+        return {"layer": query.layer, "position": query.position, "stored": [0.5], "exact": [0.51]}
+
+    def block(self, session_id: str, start: int) -> dict[str, Any]:
+        self._need_cached(session_id)
+        ids = self.caches[session_id][start : start + BLOCK]
+        return {"start": start, "count": len(ids), "text": "".join(map(self.tokenizer.token_text, ids))}
+
+    def _need_cached(self, session_id: str) -> None:
+        self._check()
+        if not self.caches.get(session_id):
+            raise Conflict("Nothing of this chat is in the cache now.", code="not_cached")
+
     def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
         self._check()
         if not query.token_ids:
@@ -185,8 +209,15 @@ class FakeEngine:
             raise Stopped("The diagnosis was stopped.")
         return {"loop": None, "verdict": "none", "evidence": [], "cure": None, "ms": 1.0}
 
-    def audit(self, session_id: str, positions: int | list[int] | None = None) -> dict[str, Any]:
+    def audit(
+        self, session_id: str, positions: int | list[int] | None = None, cancelled: Callable[[], bool] = never
+    ) -> dict[str, Any]:
         self._check()
+        self.auditing.append(session_id)
+        while self.holds_audits and not cancelled():
+            time.sleep(0.01)
+        if cancelled():
+            raise Stopped("The audit was stopped.")
         return {
             "verdict": "clean",
             "faults": [],
@@ -194,8 +225,8 @@ class FakeEngine:
             "of": positions,
         }
 
-    def repair(self, session_id: str) -> dict[str, Any]:
-        self._check()
+    def repair(self, session_id: str, cancelled: Callable[[], bool] = never) -> dict[str, Any]:
+        self.audit(session_id, cancelled=cancelled)
         return {"cut_tokens": 0, "recomputed_tokens": 0, "first_position": None, "sentence": "Nothing to repair."}
 
     def inject(self, request: FaultRequest) -> dict[str, Any]:
@@ -213,6 +244,10 @@ class FakeEngine:
     def memory(self) -> dict[str, Any]:
         self._check()
         return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
+
+    def memory_history(self) -> dict[str, Any]:
+        self._check()
+        return {"every_s": 5.0, "points": []}
 
     def metrics(self) -> dict[str, Any]:
         self._check()

@@ -127,15 +127,17 @@ def test_signatures_name_values():
     assert view_models.signature("half \ud800") == view_models.signature("half \ud800")
 
 
-def test_blocks_outside_the_pool_are_no_cells():
+def test_blocks_outside_the_pool_say_where_they_are():
     block = {"id": 4, "start": 0, "count": 16, "ref_count": 2, "tier": "gpu", "last_audit": None}
     cells = view_models.block_cells([block, block | {"id": None, "ref_count": 0, "tier": "disk"}])
-    assert cells == [[4, 0, 16, 2, None]]
+    assert cells == [[4, 0, 16, 2, None, "gpu"], [None, 0, 16, 0, None, "disk"]]
 
 
 def test_a_block_tells_its_last_audit():
-    block = {"id": 4, "start": 0, "count": 16, "ref_count": 1, "last_audit": {"verdict": "fault", "at": 1.0}}
-    assert view_models.block_cells([block]) == [[4, 0, 16, 1, "fault"]]
+    block = {"id": 4, "start": 0, "count": 16, "ref_count": 1, "tier": "ram"} | {
+        "last_audit": {"verdict": "fault", "at": 1.0}
+    }
+    assert view_models.block_cells([block]) == [[4, 0, 16, 1, "fault", "ram"]]
 
 
 FAULT = {"kind": "nan", "tensor": "kv", "layers": [3], "first_position": 5, "last_position": 6, "amount": None}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,20 +14,33 @@ from engine.errors import InvalidRequest
 from engine.protocol import FaultRequest
 from ui.api.bodies import Json, checked_uuid, optional, read_object, required_text
 from ui.api.inspection import known_session
+from ui.api.waiting import while_connected
 from ui.chat import ChatService
+from ui.stoppable import Stoppable
 
 
 def add_audit_routes(api: FastAPI, chat: ChatService) -> None:
+    running = Stoppable("This session is being audited already; wait for it or stop it first.")
+
+    def audited(session_id: str, act: Callable[..., dict[str, Any]], gone: Callable[[], bool]) -> dict[str, Any]:
+        with running.claim(session_id) as stopped:
+            return act(session_id, cancelled=lambda: stopped.is_set() or gone())
+
     @api.post("/api/sessions/{session_id}/audit")
     async def audit(session_id: str, request: Request) -> Response:
         session_id = await known_session(chat, session_id)
         positions = _positions(await read_object(request, may_be_empty=True))
-        return Json(await asyncio.to_thread(chat.engine.audit, session_id, positions))
+        act = partial(chat.engine.audit, positions=positions)
+        return Json(await while_connected(request, audited, session_id, act))
+
+    @api.post("/api/sessions/{session_id}/audit/stop")
+    async def stop(session_id: str) -> Response:
+        return Json({"stopped": running.stop(checked_uuid(session_id))})
 
     @api.post("/api/sessions/{session_id}/repair")
-    async def repair(session_id: str) -> Response:
+    async def repair(session_id: str, request: Request) -> Response:
         session_id = await known_session(chat, session_id)
-        return Json(await asyncio.to_thread(chat.engine.repair, session_id))
+        return Json(await while_connected(request, audited, session_id, chat.engine.repair))
 
     @api.get("/api/sessions/{session_id}/misses")
     async def misses(session_id: str) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,12 +10,11 @@ from starlette.responses import Response
 
 from engine.protocol import TokenQuery
 from ui.api.bodies import Json, checked_uuid, optional, read_object
+from ui.api.waiting import while_connected
 from ui.chat import ChatService
 from ui.debugging import Debugging
 
 SHOWN = TokenQuery("", (), ()).count
-LOOK_S = 0.5
-"""Between two looks whether the client is still there."""
 
 
 def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
@@ -38,17 +36,7 @@ def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
         body = await read_object(request, may_be_empty=True)
         session_id, message_id = _ids(session_id, body.get("message_id"))
         max_tokens = optional(body, "max_tokens", int)
-        gone = threading.Event()
-        work = asyncio.create_task(
-            asyncio.to_thread(debugging.diagnose, session_id, message_id, max_tokens, gone.is_set)
-        )
-        try:
-            while not (await asyncio.wait([work], timeout=LOOK_S))[0]:
-                if await request.is_disconnected():
-                    gone.set()
-            return Json(await work)
-        finally:
-            gone.set()
+        return Json(await while_connected(request, debugging.diagnose, session_id, message_id, max_tokens))
 
     @api.post("/api/sessions/{session_id}/diagnose/stop")
     async def stop(session_id: str) -> Response:

@@ -10,13 +10,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from engine.errors import EngineStopped, InvalidRequest, NotFound
-from engine.protocol import ProbeQuery
+from engine.protocol import MapQuery, ProbeQuery, ValueQuery
 from sessions.errors import NotStored
 from ui.api.bodies import Json, checked_uuid, read_object, required_text
 from ui.api.messages import check_token_range, parse_messages, parse_token_ids
 from ui.api.openai import render_stateless
 from ui.api.prometheus import CONTENT_TYPE, metrics_text
 from ui.chat import ChatService
+
+MAP = MapQuery()
 
 
 def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
@@ -34,6 +36,10 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     async def memory() -> Response:
         return Json(await asyncio.to_thread(chat.engine.memory))
 
+    @api.get("/api/memory/history")
+    async def memory_history() -> Response:
+        return Json(await asyncio.to_thread(chat.engine.memory_history))
+
     @api.get("/api/template")
     async def template() -> Response:
         return Json(_template(chat))
@@ -44,11 +50,6 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
         await asyncio.to_thread(chat.engine.use_template, name)
         return Json(_template(chat))
 
-    @api.get("/api/sessions/{session_id}/cache")
-    async def cache(session_id: str) -> Response:
-        session_id = await known_session(chat, session_id)
-        return Json(await asyncio.to_thread(chat.engine.inspect, session_id))
-
     @api.post("/api/sessions/{session_id}/snapshot")
     async def write_snapshot(session_id: str) -> Response:
         session_id = await known_session(chat, session_id)
@@ -58,6 +59,13 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
     async def snapshot(session_id: str) -> Response:
         session_id = await known_session(chat, session_id)
         return Json(await asyncio.to_thread(chat.engine.snapshot_info, session_id))
+
+
+def add_cache_routes(api: FastAPI, chat: ChatService) -> None:
+    @api.get("/api/sessions/{session_id}/cache")
+    async def cache(session_id: str) -> Response:
+        session_id = await known_session(chat, session_id)
+        return Json(await asyncio.to_thread(chat.engine.inspect, session_id))
 
     @api.get("/api/sessions/{session_id}/cache/probe")
     async def probe(
@@ -73,6 +81,27 @@ def add_inspection_routes(api: FastAPI, chat: ChatService) -> None:
         query = ProbeQuery(tensor, layer, head, start, count, dims)
         positions = await asyncio.to_thread(chat.engine.probe, session_id, query)
         return Json({"session_id": session_id, "tensor": tensor, "layer": layer, "head": head, "positions": positions})
+
+    @api.get("/api/sessions/{session_id}/cache/map")
+    async def cache_map(
+        session_id: str, what: str = "k_norm", head: int | None = None, columns: int = MAP.columns
+    ) -> Response:
+        session_id = await known_session(chat, session_id)
+        found = await asyncio.to_thread(chat.engine.cache_map, session_id, MapQuery(what, head, columns))
+        return Json({"session_id": session_id, **found})
+
+    @api.get("/api/sessions/{session_id}/cache/values")
+    async def cached_values(
+        session_id: str, tensor: str = "k", layer: int = 0, head: int = 0, position: int = 0
+    ) -> Response:
+        session_id = await known_session(chat, session_id)
+        query = ValueQuery(tensor, layer, head, position)
+        return Json({"session_id": session_id, **await asyncio.to_thread(chat.engine.cached_values, session_id, query)})
+
+    @api.get("/api/sessions/{session_id}/cache/block")
+    async def block(session_id: str, start: int = 0) -> Response:
+        session_id = await known_session(chat, session_id)
+        return Json({"session_id": session_id, **await asyncio.to_thread(chat.engine.block, session_id, start)})
 
 
 def add_token_routes(api: FastAPI, chat: ChatService) -> None:

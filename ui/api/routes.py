@@ -12,7 +12,7 @@ from ui.api.audits import add_audit_routes
 from ui.api.debugging import add_debugging_routes
 from ui.api.errors import error_response, install_error_handlers
 from ui.api.frozen import add_frozen_routes
-from ui.api.inspection import add_inspection_routes, add_token_routes
+from ui.api.inspection import add_cache_routes, add_inspection_routes, add_token_routes
 from ui.api.measures import add_measure_routes
 from ui.api.openai import add_openai_routes
 from ui.api.sessions import add_session_routes
@@ -30,6 +30,7 @@ def build_api(chat: ChatService, models_on_disk: Callable[[], list[str]] = list)
     add_token_routes(api, chat)
     add_session_routes(api, chat)
     add_inspection_routes(api, chat)
+    add_cache_routes(api, chat)
     add_measure_routes(api, chat)
     add_audit_routes(api, chat)
     add_frozen_routes(api, chat)

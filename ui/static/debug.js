@@ -4,6 +4,7 @@
 import { counted, h, number, setText } from "./dom.js";
 import { AuditView } from "./audit.js";
 import { Diagnosis } from "./diagnosis.js";
+import { Maps } from "./maps.js";
 import { Misses } from "./misses.js";
 import { Timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
@@ -21,6 +22,7 @@ export class DebugTab {
     this.select = h("select", { "aria-label": "Reply to look at", onchange: () => this.choose(this.select.value) });
     this.diagnosis = new Diagnosis(this);
     this.audit = new AuditView(this);
+    this.maps = new Maps(this);
     this.tokens = new Tokens(this);
     this.timeline = new Timeline(this);
     this.misses = new Misses(this);
@@ -32,6 +34,7 @@ export class DebugTab {
         h("div", { class: "measure-bar" }, this.select, this.diagnosis.button), this.diagnosis.root),
       section("Invariants", this.lights, this.lightNote),
       section("Audit", this.audit.root),
+      section("Cache map", this.maps.root),
       section("Tokens", this.tokens.root),
       section("Timeline", this.timeline.root),
       section("Misses", this.misses.root));
@@ -69,7 +72,7 @@ export class DebugTab {
   // Another chat.
   clear() {
     this.chosen = null;
-    for (const part of [this.diagnosis, this.audit, this.tokens, this.timeline, this.misses]) part.clear();
+    for (const part of [this.diagnosis, this.audit, this.maps, this.tokens, this.timeline, this.misses]) part.clear();
     this.drawReplies();
     this.drawLights(null);
   }
@@ -106,6 +109,7 @@ export class DebugTab {
     this.timeline.show(reply);
     this.misses.show(reply);
     this.audit.drawState();
+    this.maps.drawState();
   }
 
   // A reading of the cache: only the sections that changed.

@@ -63,7 +63,7 @@ export function useTemplate(name) {
   return send("api/template", { name }, { method: "PUT" });
 }
 
-// -- the debugging view; hanging up (`signal`) ends a diagnosis
+// -- the debugging view; hanging up (`signal`) ends a diagnosis or an audit
 
 export function diagnose(session, message, signal) {
   return send(path(session, "diagnose"), { message_id: message }, { signal });
@@ -73,12 +73,32 @@ export function stopDiagnosis(session) {
   return send(path(session, "diagnose/stop"), {});
 }
 
-export function audit(session) {
-  return send(path(session, "audit"), {});
+export function audit(session, signal) {
+  return send(path(session, "audit"), {}, { signal });
 }
 
-export function repair(session) {
-  return send(path(session, "repair"), {});
+export function repair(session, signal) {
+  return send(path(session, "repair"), {}, { signal });
+}
+
+export function stopAudit(session) {
+  return send(path(session, "audit/stop"), {});
+}
+
+export function cacheMap(session, query) {
+  return request(path(session, `cache/map?${new URLSearchParams(query)}`), {});
+}
+
+export function cachedValues(session, query) {
+  return request(path(session, `cache/values?${new URLSearchParams(query)}`), {});
+}
+
+export function block(session, start) {
+  return request(path(session, `cache/block?${new URLSearchParams({ start })}`), {});
+}
+
+export function memoryHistory() {
+  return request("api/memory/history", {});
 }
 
 export function tokens(session, query) {

@@ -1,7 +1,9 @@
 // The live panel: what is in the cache, what the last turn cost, where the memory is.
 
 import { bytes, copyText, duration, fillFacts, h, iconButton, number, setText, short, shown } from "./dom.js";
+import { Blocks } from "./blocks.js";
 import { Measures } from "./measures.js";
+import { Memory } from "./memory.js";
 
 export const CAUSES = {
   edit: "a message was edited", regenerate: "the reply was regenerated", undo: "a turn was taken back", branch: "another branch was chosen",
@@ -43,9 +45,8 @@ export class LivePanel {
     this.turnFacts = h("dl", { class: "facts" });
     this.miss = h("div", { class: "miss", hidden: true });
     this.model = h("dl", { class: "facts" });
-    this.memory = h("div", { class: "ledger" });
-    this.cells = h("div", { class: "cells", role: "img" });
-    this.blockNote = h("p", { class: "quiet" });
+    this.memory = new Memory(this.page, () => this.visible());
+    this.blocks = new Blocks(this.page);
     this.state = h("p", { class: "quiet", hidden: true });
     this.invariants = h("div", { class: "lights" });
     this.measures = new Measures(this.page);
@@ -57,9 +58,9 @@ export class LivePanel {
         h("div", { class: "cache-pos" }, h("span", {}, h("code", {}, "cache_pos "), this.cachePos), this.capacity),
         this.bar, this.away),
       section("Last turn", this.numbers.root, this.miss, this.turnFacts),
-      section("Blocks", this.cells, this.blockNote, this.state, this.invariants),
+      section("Blocks", this.blocks.root, this.state, this.invariants),
       h("section", {}, h("h3", {}, "Probe"), this.probeBar, this.probe),
-      section("Memory", this.memory),
+      section("Memory", this.memory.root),
       section("Precision", h("div", { class: "measure-bar" }, this.measures.format, this.measures.button), this.measures.loss, this.measures.verdict),
       section("Context limit", this.measures.curve, this.measures.lengths, this.measures.advice),
       section("Model", this.model));
@@ -106,6 +107,7 @@ export class LivePanel {
   clear() {
     const empty = { keep: 0, add: [] };
     this.draw({ turn: null, cache: null, blocks: empty, head: empty, tail: empty });
+    this.blocks.clear();
     this.measures.clear();
     this.expect();
   }
@@ -126,8 +128,8 @@ export class LivePanel {
     // The lengths of all turns are other ones once a turn has ended.
     if (changes.model || (changes.turn && !changes.turn.running)) this.measures.refresh();
     if (changes.turn !== undefined) this.drawTurn();
-    if (changes.memory) this.drawMemory();
-    if (changes.blocks) this.drawBlocks(changes.blocks.keep);
+    if (changes.memory) this.memory.draw(changes.memory, Boolean(this.facts.model && this.facts.model.device !== "cpu"));
+    if (changes.blocks) this.blocks.draw(this.facts.blocks, changes.blocks.keep, this.facts.model);
     if (changes.cache !== undefined) this.drawState();
     if (changes.cache !== undefined) this.drawInvariants();
     if (changes.head || changes.tail) this.drawProbe();
@@ -198,44 +200,6 @@ export class LivePanel {
     };
     options(this.selects.layer.lastChild, model.num_layers);
     options(this.selects.head.lastChild, model.num_kv_heads);
-  }
-
-  drawMemory() {
-    const { memory, model } = this.facts;
-    const card = model && model.device !== "cpu";
-    const rows = [
-      ["weights", memory.weights, memory.total_device], ["KV used", memory.kv_used, memory.total_device], ["KV reserved", memory.kv_reserved, memory.total_device],
-      ...(memory.state_reserved ? [["states", memory.state_reserved, memory.total_device]] : []),
-      ["KV empty", memory.kv_empty ?? 0, memory.total_device], ["KV in RAM", memory.kv_ram, memory.ram_total], ["KV on disk", memory.kv_disk, 0],
-      ["workspace", memory.workspace, memory.total_device], [card ? "allocator, other" : "process, other", memory.allocator_slack, memory.total_device],
-      ["other programs", memory.other_processes, memory.total_device], [card ? "free on the card" : "free RAM", memory.free_device, memory.total_device],
-    ];
-    if (memory.process_rss) rows.push(["process (RSS)", memory.process_rss, memory.ram_total]);
-    if (card && memory.ram_total) rows.push(["RAM free", memory.ram_available, memory.ram_total]);
-    this.memory.replaceChildren(...rows.map(([name, value, total]) => {
-      const fill = h("i");
-      fill.style.width = `${total ? Math.min(100, 100 * value / total) : 0}%`;
-      return h("div", {}, h("span", {}, name), h("div", { class: "bar" }, fill), h("b", {}, bytes(value)));
-    }), h("p", { class: "quiet" }, `${bytes(memory.total_device)} ${card ? "on the card" : "of RAM"} in all`));
-  }
-
-  drawBlocks(keep) {
-    const { blocks = [], model } = this.facts;
-    const size = model?.block_size ?? 16;
-    while (this.cells.childNodes.length > keep) this.cells.lastChild.remove();
-    for (const [id, start, count, owners, audit] of blocks.slice(keep)) {
-      const kind = owners > 1 ? "shared" : count < size ? "partial" : "own";
-      const tokens = count ? `tokens ${number(start)}–${number(start + count - 1)}` : "no tokens yet";
-      const found = audit ? ` · last audit: ${audit}` : "";
-      const cell = h("i", { class: `${kind}${audit === "fault" ? " faulty" : ""}`, title: `block ${id} · ${tokens} · ${owners} ${owners === 1 ? "owner" : "owners"}${found}` });
-      if (kind === "partial") cell.style.setProperty("--filled", `${100 * count / size}%`);
-      this.cells.append(cell);
-    }
-    const shared = blocks.filter((block) => block[3] > 1).length;
-    this.cells.setAttribute("aria-label", `${blocks.length} blocks, ${shared} shared`);
-    this.blockNote.replaceChildren(...(blocks.length ? [
-      `${number(blocks.length)} blocks of ${size} tokens`, h("span", { class: "key own" }, "own"), h("span", { class: "key shared" }, `shared ${number(shared)}`), h("span", { class: "key partial" }, "partly filled"),
-    ] : [model?.num_layers === 0 ? "Recurrent layers only: no keys and values, so no blocks." : "No block yet."]));
   }
 
   drawState() {

@@ -158,8 +158,7 @@ export class Tokens {
     ]);
   }
 
-  // The alternatives of the chosen token and a few around it: the replay up to them costs more than they do. One replay
-  // runs at a time, however many tokens are clicked meanwhile.
+  // The alternatives of the chosen token and a few around it. One run at a time, however many tokens are clicked meanwhile.
   async lookUp() {
     const { key, chosen } = this;
     if (this.looking || chosen === null || this.known.has(chosen)) return;
@@ -182,7 +181,7 @@ export class Tokens {
   drawOthers(top) {
     const row = this.rows.find((item) => item.index === this.chosen);
     if (!top) {
-      this.others.replaceChildren(h("li", { class: "quiet" }, "Running the reply again up to here…"));
+      this.others.replaceChildren(h("li", { class: "quiet" }, "Running this token again behind the cache…"));
       return;
     }
     this.others.replaceChildren(...top.map((other) => {

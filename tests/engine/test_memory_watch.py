@@ -1,0 +1,128 @@
+"""The process's memory by part: parts found one by one add up to what the system says, and what is in none shows."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import uuid
+
+import numpy as np
+import pytest
+import torch
+
+from engine import memory_watch, process_memory
+from engine.errors import EngineBusy
+from engine.held_arrays import held_ranges
+from engine.ledger import card_parts
+from engine.memory_watch import Holdings, MemoryWatch, measure
+from engine.protocol import GenerateRequest
+from engine.sampling.params import SamplingParams
+from tests.support.engines import run, tiny_engine
+from tests.support.fake_engine import wait_until
+
+MIB = 2**20
+TOLD = process_memory.mappings() is not None and process_memory.heap() and process_memory.object_arenas()
+needs_linux = pytest.mark.skipif(not TOLD, reason="the system does not tell all parts")
+
+
+@needs_linux
+def test_parts_add_up_to_the_resident_set_before_and_after_a_turn():
+    engine = tiny_engine()
+    try:
+        for turn in range(2):
+            reading = measure(engine._call(engine._holdings))
+            assert reading["exact"]
+            assert abs(reading["unexplained"]) <= 0.02 * reading["rss"], (turn, reading)
+            prompt = tuple(range(1, 200))
+            run(engine, GenerateRequest(prompt, SamplingParams(temperature=0, max_tokens=20), str(uuid.uuid4())))
+        assert reading["parts"]["kv"] > 0 and reading["parts"]["weights"] > 0
+    finally:
+        engine.close()
+
+
+@needs_linux
+def test_memory_of_nobody_is_unexplained_and_what_is_held_is_in_its_part():
+    """Guards the sum against being right by definition: pages that no source knows of must appear as such."""
+    before = measure(Holdings())
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.write(b"x" * (64 * MIB))
+        stray = measure(Holdings())
+    assert 56 * MIB <= stray["unexplained"] - before["unexplained"] <= 72 * MIB
+    tensor = torch.ones(16 * MIB)
+    known, unknown = measure(Holdings({"kv": held_ranges(tensor)})), measure(Holdings())
+    assert known["parts"]["kv"] == tensor.nbytes
+    assert unknown["parts"]["buffers"] - known["parts"]["buffers"] == pytest.approx(tensor.nbytes, abs=4 * MIB)
+
+
+@needs_linux
+def test_only_pages_that_were_written_count():
+    tensor = torch.empty(32 * MIB, dtype=torch.uint8)
+    ctypes.memset(tensor.data_ptr(), 1, 3 * MIB)
+    touched = process_memory.touched_bytes(held_ranges(tensor))
+    assert 3 * MIB <= touched <= 5 * MIB  # the system may back the beginning with a page of 2 MiB
+
+
+def test_each_storage_counts_once_and_views_of_files_not_at_all(tmp_path):
+    whole, array = torch.zeros(1000), np.zeros(500, np.uint8)
+    file = tmp_path / "blocks"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as opened:
+        mapped = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    found = held_ranges({"a": [whole[:10], whole], "b": (array[3:], whole.numpy())}, mapped)
+    assert found == sorted([(whole.data_ptr(), 4000), (array.ctypes.data, 500)])
+
+
+def test_where_the_system_tells_nothing_the_remainder_says_so(monkeypatch):
+    for name in ("mappings", "heap", "object_arenas", "touched_bytes"):
+        monkeypatch.setattr(process_memory, name, lambda *_: None)
+    reading = measure(Holdings({"weights": [(4096, 1000)]}))
+    assert not reading["exact"] and reading["parts"]["weights"] == 1000
+    assert reading["unexplained"] == reading["rss"] - 1000
+
+
+def test_history_keeps_the_whole_run_in_so_many_points(monkeypatch):
+    monkeypatch.setattr(memory_watch, "MOST_POINTS", 8)
+    watch, parts = MemoryWatch(Holdings), dict.fromkeys(set(memory_watch.SHOWN) - {"rss", "unexplained"}, 0)
+    for rss in range(100):
+        watch.note({"rss": rss, "unexplained": 0, "parts": parts})
+    told = watch.history()
+    sizes = [point["rss"] for point in told["points"]]
+    assert len(sizes) <= 8 and sizes[0] == 0 and sizes == sorted(sizes) and sizes[-1] >= 98
+    assert told["every_s"] > memory_watch.EVERY_S
+
+
+def test_history_is_taken_by_itself_and_survives_a_busy_engine():
+    answers = iter([Holdings(), EngineBusy("busy"), Holdings()])
+
+    def holdings() -> Holdings:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    watch = MemoryWatch(holdings, every_s=0.01)
+    watch.start()
+    try:
+        assert wait_until(lambda: bool(watch.history()["points"]))
+        watch._read_at = float("-inf")
+        count = len(watch.history()["points"])
+        assert wait_until(lambda: len(watch.history()["points"]) > count)
+    finally:
+        watch.stop()
+
+
+def test_a_cards_parts_add_up_to_what_the_driver_says():
+    device = {"total": 1000, "free": 300, "process": 600, "reserved": 450, "allocated": 420}
+    parts = card_parts(device, own=400)
+    assert parts == {"own": 400, "buffers": 20, "allocator_free": 30, "context": 150, "process": 600}
+    hidden = card_parts({**device, "process": 450}, own=400)  # where NVML does not tell of processes
+    assert hidden["context"] == 0
+
+
+def test_without_a_card_there_are_no_parts_of_one():
+    engine = tiny_engine()
+    try:
+        report = engine.memory()
+    finally:
+        engine.close()
+    assert report["card"] is None and set(report["process"]["parts"]) >= {"weights", "kv", "python", "libraries"}
