@@ -98,25 +98,27 @@ class FrozenPrefixes:
         loop: StepLoop,
         call: Callable[[Callable[[], bool]], bool],
         post: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Read and verify what this prompt begins with, if the tree lacks it, and have the engine thread take it over.
+    ) -> bool:
+        """Read and verify what this prompt begins with, if the tree lacks it, and have the engine thread take it over;
+        whether it does.
 
         `call` and `post` run a function there. Without `displacing` only into blocks that are free.
         """
         found = self._match(prompt_ids)
         try:
             if found is None or not call(lambda: _is_wanted(*found, prompt_ids, displacing, loop)):
-                return
+                return False
         except TimeoutError:
-            return
+            return False
         name = found[0].session_id
         try:
             held = self.store.load(name, loop.fingerprint())
         except SnapshotRefused as error:
             self._refuse(name, str(error))
-            return
+            return False
         if held is not None:
             post(lambda: self._adopt(name, held, displacing, loop))
+        return held is not None
 
     def _match(self, prompt_ids: Sequence[int]) -> tuple[Manifest, int] | None:
         """The usable prefix that shares most with a prompt, and how many tokens."""

@@ -66,6 +66,7 @@ class Lanes:
     def forget(self, session_id: str) -> None:
         self.of(session_id).release(session_id)
         self._formats.pop(session_id, None)
+        self.first.timeline.forget(session_id)
 
     def fork(self, session_id: str, new_session_id: str) -> None:
         """The new session is in the same lane."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from engine.debugging import diagnosis, maps, tokens, values
 from engine.debugging.audit import audit
 from engine.debugging.inject import inject
 from engine.debugging.quarantine import repair_cut
+from engine.debugging.trace_events import trace_events
 from engine.errors import (
     ConfigError,
     Conflict,
@@ -46,6 +48,7 @@ from engine.protocol import (
     MapQuery,
     PrecisionQuery,
     ProbeQuery,
+    TimedSpan,
     TokenQuery,
     ValueQuery,
     never,
@@ -120,12 +123,14 @@ class LocalEngine:
         try:
             lane = self._lane_for(request)
             check_fits(len(request.prompt_ids), lane.parts.max_seq_len)
-            self._bring_back(request.session_id, displacing=True)
+            brought = self._bring_back(request.session_id, displacing=True)
             if lane is self._steps():
-                self._bring_frozen(request.prompt_ids, displacing=True)
+                brought |= self._bring_frozen(request.prompt_ids, displacing=True)
         except BaseException:
             self._unclaim(request.session_id)
             raise
+        looked = TimedSpan("restore" if brought else "prepare", submitted, time.perf_counter())
+        request = replace(request, before=(*request.before, looked))
         stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
         self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
@@ -259,6 +264,11 @@ class LocalEngine:
         lane = self._steps(request.session_id)
         return self._run_job(inject(lane, lane.parts, request))
 
+    def trace(self, session_id: str) -> dict[str, Any]:
+        on_card = self._need_parts().model.device.type == "cuda"
+        turns = self._call(lambda: self._steps().timeline.turns(session_id))
+        return trace_events(session_id, turns, on_card)
+
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
         report = self._call(lambda: ledger.memory_report(self._all(), on_disk))
@@ -313,6 +323,10 @@ class LocalEngine:
         if self._state == "ok":
             self._call(lambda: self._steps().forget_prefix(ids))
 
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        """That of the lane for this format, else of the engine's own."""
+        return (self._all().find(kv_format) or self._steps()).fingerprint()
+
     def capabilities(self) -> dict[str, Any]:
         limit = 0 if self._snapshots is None else self._snapshots.store.limit
         found = self._need_parts().capabilities()
@@ -348,6 +362,7 @@ class LocalEngine:
             self._parts = self._load(self._config)
             submit = self._snapshots.submit if self._snapshots is not None else None
             self._lanes = Lanes(StepLoop(self._parts, ram_limit(self._config, self._parts), submit))
+            self._steps().fingerprint()  # its digests are computed once: now, and not within the first turn
             self._frozen.look(self._steps().fingerprint)
         except BaseException as error:
             self._failure = error
@@ -449,17 +464,19 @@ class LocalEngine:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def _bring_back(self, session_id: str | None, displacing: bool) -> None:
-        """Have a session that is only on disk in the pool before what is posted next."""
+    def _bring_back(self, session_id: str | None, displacing: bool) -> bool:
+        """Have a session that is only on disk in the pool before what is posted next; whether there was one."""
         if self._snapshots is not None and session_id is not None and self._state == "ok":
             lane = self._lane_of_stored(self._snapshots, session_id, displacing)
             if lane is not None:
-                self._snapshots.bring_back(session_id, displacing, lane, self._post)
+                return self._snapshots.bring_back(session_id, displacing, lane, self._post)
+        return False
 
-    def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> None:
-        """Have what is frozen of this prompt in the tree before what is posted next."""
-        if self._state == "ok":
-            self._frozen.bring_back(prompt_ids, displacing, self._steps(), self._call, self._post)
+    def _bring_frozen(self, prompt_ids: Sequence[int], displacing: bool) -> bool:
+        """Have what is frozen of this prompt in the tree before what is posted next; whether there was something."""
+        if self._state != "ok":
+            return False
+        return self._frozen.bring_back(prompt_ids, displacing, self._steps(), self._call, self._post)
 
     def _not_saved(self, session_id: str, again: bool) -> None:
         """On the writer's thread."""

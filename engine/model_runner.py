@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine.batch import build_metadata
 from engine.cuda_graph import DecodeGraphs, padded_rows
+from engine.debugging.timeline import StepTimes
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.ssm_state import SSMStatePool
@@ -49,6 +51,7 @@ class ModelRunner:
         self.states = states
         self._state_slots = state_slots
         self._threads = torch.get_num_threads()
+        self.times = StepTimes()
 
     def execute(
         self,
@@ -95,6 +98,7 @@ class ModelRunner:
     def _execute(self, batch: ScheduledBatch, abandoned: Callable[[], bool]) -> tuple[StepOutput, Tensor | None]:
         """With what the device's sampler launched, if there is one."""
         self.sync_blocks()
+        self.times.copied = time.perf_counter()
         token_ids, meta = build_metadata(batch, self.cache.spec.block_size, self.model.device)
         wanting = [item.wants_logits for item in batch.items for _ in range(item.row_count)]
         wanted = tuple(index for index, wants in enumerate(wanting) if wants)
@@ -104,6 +108,7 @@ class ModelRunner:
             hidden = self.model.hidden_states(token_ids, self.cache, meta, self.states, abandoned)
             logits = self.model.head(hidden[meta.logit_rows])
             drawn = self._sampler.launch(hidden, logits, meta) if self._sampler is not None else None
+        self.times.computed = time.perf_counter()
         return StepOutput(hidden, logits, meta.query_lens, wanted), drawn
 
     def sync_blocks(self) -> None:

@@ -91,6 +91,15 @@ class TokenMeasure:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedSpan:
+    """Something that took from `start` to `end`, in seconds of `time.perf_counter`."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One reply to produce. Without `session_id` the cache is read and shared, but belongs to no session.
 
@@ -98,7 +107,7 @@ class GenerateRequest:
     `stored_cache_pos` how many tokens the session's last turn had cached, so that a cache lost by a restart is told.
     `forced_ids` are used in place of sampled ids, one per step; they take the same way through cache, stop check and
     detokenizer. After the last one the reply ends. With more than one beam nothing is drawn: `params` says when the
-    reply ends, and its text comes as a whole.
+    reply ends, and its text comes as a whole. `before`: what was done for it until now, for the timeline.
     """
 
     prompt_ids: tuple[int, ...]
@@ -108,6 +117,7 @@ class GenerateRequest:
     stored_cache_pos: int = 0
     forced_ids: tuple[int, ...] | None = None
     beams: BeamParams = field(default_factory=BeamParams)
+    before: tuple[TimedSpan, ...] = ()
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
 
@@ -330,6 +340,10 @@ class ChatEngine(Protocol):
         `InvalidRequest` and `Conflict`."""
         ...
 
+    def trace(self, session_id: str) -> dict[str, Any]:
+        """Where the time of a session's last turns went, as in `GET /api/sessions/{id}/trace`."""
+        ...
+
     def memory(self) -> dict[str, Any]:
         """The ledger as in `GET /api/memory`, bytes."""
         ...
@@ -340,6 +354,10 @@ class ChatEngine(Protocol):
 
     def metrics(self) -> dict[str, Any]:
         """Counters and histograms since start, for `GET /metrics` and the panel."""
+        ...
+
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        """What has to be equal for ids and caches to mean the same, by names fit for a sentence."""
         ...
 
     def capabilities(self) -> dict[str, Any]:

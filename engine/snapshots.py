@@ -43,21 +43,22 @@ class Snapshots:
 
     def bring_back(
         self, session_id: str, displacing: bool, loop: StepLoop, post: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Read and verify a session that is only on disk, and have the engine thread take it over.
+    ) -> bool:
+        """Read and verify a session that is only on disk, and have the engine thread take it over; whether it does.
 
         Without `displacing` only into blocks that are free.
         """
         if session_id in loop.keeper.present or not (displacing or self._fits(session_id, loop)):
-            return
+            return False
         try:
             held = self.load(session_id, loop.fingerprint())
         except SnapshotRefused as error:
             sentence = str(error)
             post(lambda: loop.keeper.lose(session_id, "snapshot", sentence))
-            return
+            return False
         if held is not None:
             post(lambda: self._adopt(session_id, held, displacing, loop))
+        return held is not None
 
     def _fits(self, session_id: str, loop: StepLoop) -> bool:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.debugging.loops import LoopDetector
+from engine.debugging.timeline import TurnTrace
 from engine.protocol import Miss, TurnStats
 
 TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -33,6 +34,7 @@ class TurnMeter:
     miss: Miss | None = None
     loops: LoopDetector = field(default_factory=LoopDetector)
     violation: str | None = None
+    trace: TurnTrace = field(default_factory=TurnTrace)
 
     def admit(self, reused_tokens: int) -> None:
         """The first step of this turn is about to run; a preempted turn keeps its first numbers."""

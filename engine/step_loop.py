@@ -14,6 +14,7 @@ from engine.beam_turn import BeamTurn, scoring_params
 from engine.debugging.invariants import InvariantLights, Violation
 from engine.debugging.loops import LoopDetector, word_test
 from engine.debugging.records import Records
+from engine.debugging.timeline import Timeline, TurnTrace
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.fingerprint import fingerprint
 from engine.jobs import Jobs
@@ -31,7 +32,7 @@ from engine.miss import find_miss
 from engine.model_runner import ModelRunner
 from engine.models.decoder import StepAbandoned
 from engine.prompt import effective_max_tokens
-from engine.protocol import Failed, Finished, GenerateRequest, TokenLogprob
+from engine.protocol import Failed, Finished, GenerateRequest, TimedSpan, TokenLogprob
 from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
 from engine.sampling.step import Drawn, StepTokens
@@ -90,6 +91,7 @@ class StepLoop:
         )
         self.speculation = Speculation(self.runner, parts.speculation)
         self.metrics: EngineMetrics = beside.metrics if beside is not None else EngineMetrics()
+        self.timeline: Timeline = beside.timeline if beside is not None else Timeline()
         self.jobs = Jobs()
         self.records = Records()
         self.lights = InvariantLights(self.prefix_cache)
@@ -119,7 +121,7 @@ class StepLoop:
         """
         turn: ActiveTurn | None = None
         if request.session_id is not None:
-            self.keeper.before_turn(request.session_id)
+            self._fetch(request.session_id)
         sequence = self._sequence_for(request.session_id)
         try:
             turn = self._make_turn(request, sequence, stream, submitted)
@@ -179,7 +181,9 @@ class StepLoop:
     def adopt(self, session_id: str, held: HeldBlocks, displacing: bool) -> None:
         """Take a session's blocks that were read from disk. Raises `SnapshotRefused` and `NoRoom`."""
         self._unchecked = True
+        began = time.perf_counter()
         self.keeper.adopt(session_id, held, displacing)
+        self.timeline.restored(session_id, began)
         sequence = self.scheduler.find(session_id)
         if sequence is not None and self._restorer.compared:
             self.records.spot_audited(sequence, self._restorer.compared, self._restorer.tolerance)
@@ -263,6 +267,8 @@ class StepLoop:
                 self.jobs.advance()
 
     def _run_batch(self) -> None:
+        times = self.runner.times
+        times.began = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             self._idle()
@@ -275,19 +281,34 @@ class StepLoop:
         sampling = [self._turns[item.sequence] for item in batch.items if item.wants_logits]
         states, forced = [turn.sampling for turn in sampling], [turn.forced_id() for turn in sampling]
         streams = [self._turns[item.sequence].stream for item in batch.items]
-        began = time.perf_counter()
+        shares = self._shares(batch)
+        times.scheduled = time.perf_counter()
         try:
             tokens = self.runner.execute(batch, states, forced, lambda: all(stream.cancelled for stream in streams))
         except StepAbandoned:
+            times.cut_short()
             for item in batch.items:
                 item.sequence.distrust_state()
                 item.sequence.truncate(item.sequence.cache_pos)
                 if item.drafts:
                     item.sequence.trim()
-            return
-        self.speculation.ran(batch, time.perf_counter() - began)
-        self._commit(batch, tokens)
+        else:
+            times.sampled = time.perf_counter()
+            self.speculation.ran(batch, times.sampled - times.scheduled)
+            self._commit(batch, tokens)
+        record = times.record(time.perf_counter())
+        for trace, (meter, decode, count, generated) in shares.items():
+            trace.step(record, decode, meter.generated_tokens - generated if decode else count)
         self.keeper.save_next(busy=True)
+
+    def _shares(self, batch: ScheduledBatch) -> dict[TurnTrace, tuple[TurnMeter, bool, int, int]]:
+        """Of each turn in a step its meter, whether it decodes, its tokens, and how many it had generated before."""
+        shares: dict[TurnTrace, tuple[TurnMeter, bool, int, int]] = {}
+        for item in batch.items:
+            turn = self._turns[item.sequence]
+            decode, meter = item.start >= len(turn.request.prompt_ids), turn.meter
+            shares[meter.trace] = (meter, decode, item.count, meter.generated_tokens)
+        return shares
 
     def _idle(self) -> None:
         if self.scheduler.waiting:
@@ -408,6 +429,13 @@ class StepLoop:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
+    def _fetch(self, session_id: str) -> None:
+        """Have in the pool what is kept of a session whose turn is about to be queued."""
+        began, in_ram = time.perf_counter(), self.keeper.ram.find(session_id) is not None
+        self.keeper.before_turn(session_id)
+        if in_ram:
+            self.timeline.restored(session_id, began)
+
     def _sequence_for(self, session_id: str | None) -> Sequence:
         sequence = self.scheduler.find(session_id) if session_id else None
         return sequence or Sequence(self.prefix_cache, session_id)
@@ -415,7 +443,7 @@ class StepLoop:
     def _make_turn(
         self, request: GenerateRequest, sequence: Sequence, stream: QueueStream, submitted: float
     ) -> ActiveTurn:
-        params, tokenizer = request.params, self.parts.tokenizer
+        began, params, tokenizer = time.perf_counter(), request.params, self.parts.tokenizer
         if request.beams.searches:
             params = scoring_params(request, 0 if params.ignore_eos else len(tokenizer.eos_ids))
         sampling = SamplingState(params, request.prompt_ids, self.parts.vocab_size)
@@ -432,6 +460,9 @@ class StepLoop:
         sequence.set_tokens(request.prompt_ids)
         sequence.turn_id = request.request_id
         self.lights.begin(sequence)
+        meter.trace = TurnTrace(request.request_id, submitted, request.before)
+        meter.trace.preparing.append(TimedSpan("match", began, time.perf_counter()))
+        self.timeline.begin(request.session_id, meter.trace)
         self._last_beams.pop(request.session_id or "", None)
         if request.beams.searches:
             return BeamTurn(request, sequence, sampling, detokenizer, meter, stream, max_tokens, tokenizer)
@@ -452,6 +483,7 @@ class StepLoop:
         if turn.sequence.session_id is not None:
             self.keeper.turn_ended(turn.sequence.session_id)
         self._on_done.pop(turn.request.request_id)()
+        turn.meter.trace.end(event.stats)
         if event.stats is not None:
             self.metrics.turn_ended(event.stats)
         turn.stream.put(event)

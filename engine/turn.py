@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 from engine.errors import KVScopeError
@@ -99,7 +100,9 @@ class ActiveTurn:
         if token_id in self._eos_ids:
             return "stop"
         self.meter.loops.push(token_id)
+        began = time.perf_counter()
         text = self._detokenizer.push(token_id)
+        self.meter.trace.detokenised(time.perf_counter() - began)
         logprobs = () if logprob is None else (logprob,)
         measures = () if measure is None else (measure,)
         stats = self.meter.stats(self.sequence.cache_pos)

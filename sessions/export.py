@@ -5,37 +5,40 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from sessions import checks
 from sessions.errors import InvalidData
-from sessions.models import COMPLETE, INTERRUPTED, PARTIAL, Branch, Message, Session, TurnRecord
+from sessions.inputs import inputs_from, plain_inputs
+from sessions.json_record import JsonRecord
+from sessions.models import COMPLETE, INTERRUPTED, PARTIAL, Branch, Message, Session, TurnInput, TurnRecord
 
 FORMAT = "kvscope-session"
 VERSION = 1
-MAX_MESSAGES = 100_000
-MAX_DATE = 40
-"""Characters of an ISO date and time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTree:
-    """A whole session: `messages` in creation order, parents before children; `turns` likewise."""
+    """A whole session: `messages` in creation order, parents before children; `turns` and `inputs` likewise."""
 
     session: Session
     messages: tuple[Message, ...]
     turns: tuple[TurnRecord, ...]
+    inputs: tuple[TurnInput, ...] = ()
 
 
 def to_json(tree: SessionTree) -> dict[str, Any]:
-    """`{format, version, session, messages, turns}` of plain JSON values; `session_id` is left out of the rows."""
+    """`{format, version, session, messages, turns, inputs}` of plain JSON values, rows without their `session_id`.
+
+    `inputs` came later than the rest of version 1: files without them are read, and older programs ignore them.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
         "session": _plain(tree.session),
         "messages": [_plain(message) for message in tree.messages],
         "turns": [_plain(turn) for turn in tree.turns],
+        "inputs": plain_inputs(tree.inputs),
     }
 
 
@@ -46,9 +49,9 @@ def from_json(data: object) -> SessionTree:
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise InvalidData("This is not a session export of KVScope.")
-    top = _Record("The file", data)
+    top = JsonRecord("The file", data)
     _check_version(top.get("version"))
-    session = _session(_Record("The session", top.get("session")))
+    session = _session(JsonRecord("The session", top.get("session")))
     messages = _messages(session.id, top.records("messages", "Message"))
     known = {message.id for message in messages}
     for name, target in (("head_id", session.head_id), ("first_kept_id", session.first_kept_id)):
@@ -56,7 +59,9 @@ def from_json(data: object) -> SessionTree:
             raise InvalidData(f'The session\'s "{name}" names a message that is not in the file.')
     turns = tuple(_turn(session.id, record, known) for record in top.records("turns", "Turn"))
     _refuse_duplicates("turn", (turn.id for turn in turns))
-    return SessionTree(session, messages, turns)
+    inputs = inputs_from(top.records("inputs", "Input") if "inputs" in top else [], known)
+    _refuse_duplicates("input", (item.message_id for item in inputs))
+    return SessionTree(session, messages, turns, inputs)
 
 
 def _check_version(version: object) -> None:
@@ -84,7 +89,8 @@ def with_new_ids(tree: SessionTree) -> SessionTree:
         turns.append(replace(turn, id=new[turn.id], session_id=session_id, message_id=message_id, stats=stats))
     head_id, kept_id = _mapped(new, session.head_id), _mapped(new, session.first_kept_id)
     session = replace(session, id=session_id, head_id=head_id, first_kept_id=kept_id)
-    return SessionTree(session, messages, tuple(turns))
+    inputs = tuple(replace(item, message_id=new[item.message_id]) for item in tree.inputs)
+    return SessionTree(session, messages, tuple(turns), inputs)
 
 
 def to_markdown(session: Session, branch: Branch) -> str:
@@ -100,69 +106,7 @@ def to_markdown(session: Session, branch: Branch) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-class _Record:
-    """A JSON object of an import, with the name that error sentences call it by."""
-
-    def __init__(self, name: str, value: object) -> None:
-        if not isinstance(value, Mapping):
-            raise InvalidData(f"{name} must be a JSON object.")
-        self.name = name
-        self._value = value
-
-    def label(self, key: str) -> str:
-        return f'{self.name}: "{key}"'
-
-    def get(self, key: str) -> Any:
-        if key not in self._value:
-            raise InvalidData(f'{self.name} has no "{key}".')
-        return self._value[key]
-
-    def uuid(self, key: str) -> str:
-        value = self.get(key)
-        if not checks.is_uuid(value):
-            raise InvalidData(f"{self.label(key)} must be a UUID.")
-        return str(value)
-
-    def optional_uuid(self, key: str) -> str | None:
-        return None if self.get(key) is None else self.uuid(key)
-
-    def text(self, key: str, limit: int = checks.MAX_TEXT) -> str:
-        return checks.check_text(self.label(key), self.get(key), limit)
-
-    def optional_text(self, key: str) -> str | None:
-        return checks.check_optional_text(self.label(key), self.get(key))
-
-    def object(self, key: str) -> dict[str, Any]:
-        return checks.parse_json(checks.check_json(self.label(key), self.get(key)))
-
-    def time(self, key: str) -> datetime:
-        try:
-            return datetime.fromisoformat(self.text(key, MAX_DATE))
-        except ValueError as error:
-            raise InvalidData(f"{self.label(key)} must be an ISO date and time.") from error
-
-    def utc(self, key: str) -> str:
-        try:
-            return self.time(key).astimezone(UTC).isoformat(timespec="microseconds")
-        except (ValueError, OverflowError, OSError) as error:
-            raise InvalidData(f"{self.label(key)} is out of range.") from error
-
-    def token_ids(self, key: str) -> tuple[int, ...] | None:
-        value = self.get(key)
-        if value is not None and not isinstance(value, list):
-            raise InvalidData(f"{self.label(key)} must be a list or null.")
-        return checks.check_token_ids(self.label(key), value)
-
-    def records(self, key: str, name: str) -> list[_Record]:
-        value = self.get(key)
-        if not isinstance(value, list):
-            raise InvalidData(f"{self.label(key)} must be a list.")
-        if len(value) > MAX_MESSAGES:
-            raise InvalidData(f"{self.label(key)} has {len(value)} entries; at most {MAX_MESSAGES} can be imported.")
-        return [_Record(f"{name} {number}", item) for number, item in enumerate(value, start=1)]
-
-
-def _session(record: _Record) -> Session:
+def _session(record: JsonRecord) -> Session:
     record.time("prompt_date")
     return Session(
         id=record.uuid("id"),
@@ -177,7 +121,7 @@ def _session(record: _Record) -> Session:
     )
 
 
-def _messages(session_id: str, records: Sequence[_Record]) -> tuple[Message, ...]:
+def _messages(session_id: str, records: Sequence[JsonRecord]) -> tuple[Message, ...]:
     messages = tuple(_message(session_id, record) for record in records)
     _refuse_duplicates("message", (message.id for message in messages))
     known = {message.id for message in messages}
@@ -192,7 +136,7 @@ def _messages(session_id: str, records: Sequence[_Record]) -> tuple[Message, ...
     return messages
 
 
-def _message(session_id: str, record: _Record) -> Message:
+def _message(session_id: str, record: JsonRecord) -> Message:
     status = checks.check_status(record.label("status"), record.get("status"))
     finish_reason = record.optional_text("finish_reason")
     return Message(
@@ -211,7 +155,7 @@ def _message(session_id: str, record: _Record) -> Message:
     )
 
 
-def _turn(session_id: str, record: _Record, messages: set[str]) -> TurnRecord:
+def _turn(session_id: str, record: JsonRecord, messages: set[str]) -> TurnRecord:
     message_id = record.uuid("message_id")
     if message_id not in messages:
         raise InvalidData(f"{record.name} names a message that is not in the file.")

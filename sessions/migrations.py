@@ -133,7 +133,25 @@ def m003_token_measures(db: Database) -> None:
     """)
 
 
-STEPS: tuple[Step, ...] = (m001_sessions_messages_turns, m002_full_text_search, m003_token_measures)
+def m004_turn_inputs(db: Database) -> None:
+    """What each reply was made from, for replay. `prompt_ids` are little-endian int32, deflated; the rest is JSON."""
+    db.executescript("""
+        CREATE TABLE turn_inputs (
+            message_id TEXT PRIMARY KEY REFERENCES messages(id) ON DELETE CASCADE,
+            prompt_ids BLOB NOT NULL,
+            kv_format TEXT NOT NULL,
+            beams TEXT NOT NULL,
+            fingerprint TEXT NOT NULL
+        );
+    """)
+
+
+STEPS: tuple[Step, ...] = (
+    m001_sessions_messages_turns,
+    m002_full_text_search,
+    m003_token_measures,
+    m004_turn_inputs,
+)
 
 
 def check_owner(db: Database) -> None:

@@ -81,6 +81,21 @@ class TurnRecord:
     created_at: str
 
 
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """What a reply was made from besides its settings (`Message.params`, with the seed): with it, it can be made again.
+
+    `prompt_ids` are all ids of the prompt; `kv_format` how the cache kept K and V; `beams` the settings of a beam
+    search, empty without one; `fingerprint` tells what ran: weights, tokenizer, chat template and so on.
+    """
+
+    message_id: str
+    prompt_ids: tuple[int, ...]
+    kv_format: str
+    beams: dict[str, Any]
+    fingerprint: dict[str, Any]
+
+
 Measure = tuple[float, int, float, float]
 """Of one token of a reply: its log probability, its rank, the entropy, the likeliest token's probability."""
 

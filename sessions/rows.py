@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from sessions.checks import check_json, parse_json
-from sessions.models import Measure, Message, Session, TurnRecord
+from sessions.models import Measure, Message, Session, TurnInput, TurnRecord
 
 Row = Mapping[str, Any]
 MOST = 2**53
@@ -94,6 +95,16 @@ def turn_from(row: Row) -> TurnRecord:
     )
 
 
+def input_from(row: Row) -> TurnInput:
+    return TurnInput(
+        message_id=row["message_id"],
+        prompt_ids=unpack_ids(zlib.decompress(row["prompt_ids"])) or (),
+        kv_format=row["kv_format"],
+        beams=parse_json(row["beams"]),
+        fingerprint=parse_json(row["fingerprint"]),
+    )
+
+
 def insert_session(db: Database, session: Session) -> None:
     """Store a new session, its head and first kept message left out: their rows do not exist yet."""
     db.table("sessions").insert(
@@ -141,6 +152,23 @@ def insert_turns(db: Database, turns: Sequence[TurnRecord]) -> None:
             "created_at": turn.created_at,
         }
         for turn in turns
+    )
+
+
+def insert_inputs(db: Database, inputs: Sequence[TurnInput]) -> None:
+    """Store what replies were made from, in place of what was there."""
+    db.table("turn_inputs").insert_all(
+        (
+            {
+                "message_id": item.message_id,
+                "prompt_ids": zlib.compress(pack_ids(item.prompt_ids) or b""),
+                "kv_format": item.kv_format,
+                "beams": check_json("beams", item.beams),
+                "fingerprint": check_json("fingerprint", item.fingerprint),
+            }
+            for item in inputs
+        ),
+        replace=True,
     )
 
 

@@ -27,6 +27,7 @@ from sessions.models import (
     Session,
     SessionSummary,
     TokenMeasures,
+    TurnInput,
     TurnRecord,
 )
 
@@ -307,6 +308,15 @@ class SessionStore:
             found = db.execute(sql, [message_id]).fetchone()
             return None if found is None else TokenMeasures(found[0], rows.unpack_measures(found[1]))
 
+    # What replies were made from
+
+    def save_input(self, item: TurnInput) -> None:
+        """Keep what a reply was made from, in place of what was there; it goes with the message."""
+        checks.check_token_ids("prompt_ids", item.prompt_ids)
+        with self._database.write() as db:
+            tree.find_message(db, item.message_id)
+            rows.insert_inputs(db, [item])
+
     # Export and import
 
     def export(self, session_id: str) -> dict[str, Any]:
@@ -315,8 +325,8 @@ class SessionStore:
             session = tree.find_session(db, session_id)
             sql = "SELECT * FROM messages WHERE session_id = ? ORDER BY seq"
             messages = tuple(rows.message_from(row) for row in list(db.query(sql, [session_id])))
-            turns = _turns(db, session_id)
-        return export.to_json(export.SessionTree(session, messages, turns))
+            turns, inputs = _turns(db, session_id), _inputs(db, session_id)
+        return export.to_json(export.SessionTree(session, messages, turns, inputs))
 
     def export_markdown(self, session_id: str) -> str:
         """The current branch as a Markdown document."""
@@ -361,6 +371,11 @@ def _turns(db: Database, session_id: str) -> tuple[TurnRecord, ...]:
     return tuple(rows.turn_from(row) for row in list(db.query(sql, [session_id])))
 
 
+def _inputs(db: Database, session_id: str) -> tuple[TurnInput, ...]:
+    sql = "SELECT i.* FROM turn_inputs i JOIN messages m ON m.id = i.message_id WHERE m.session_id = ? ORDER BY m.seq"
+    return tuple(rows.input_from(row) for row in list(db.query(sql, [session_id])))
+
+
 def _update(db: Database, table: str, item_id: str, values: Mapping[str, Any]) -> None:
     if values:
         columns = ", ".join(f"{name} = ?" for name in values)
@@ -372,6 +387,7 @@ def _insert_tree(db: Database, new: export.SessionTree) -> None:
     rows.insert_session(db, session)
     rows.insert_messages(db, new.messages)
     rows.insert_turns(db, new.turns)
+    rows.insert_inputs(db, new.inputs)
     _update(db, "sessions", session.id, {"head_id": session.head_id, "first_kept_id": session.first_kept_id})
 
 

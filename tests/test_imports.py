@@ -34,6 +34,8 @@ CONTROL = (
     "engine/kv_cache/integrity.py",
     "engine/kv_cache/compaction.py",
     "engine/debugging/records.py",
+    "engine/debugging/timeline.py",
+    "engine/debugging/trace_events.py",
     "engine/debugging/invariants.py",
 )
 

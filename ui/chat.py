@@ -7,6 +7,7 @@ with it from the start.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
 from engine.local import LocalEngine
 from engine.prompt import effective_max_tokens
-from engine.protocol import ChatMessage, GenerateRequest, PrecisionQuery
+from engine.protocol import ChatMessage, GenerateRequest, PrecisionQuery, TimedSpan
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import fresh_seed
@@ -330,6 +331,7 @@ class ChatService:
             cause=self._cause(session.id, cause, last_turn, plan),
             stored_cache_pos=_cached_then(last_turn),
             beams=beams or BeamParams(),
+            before=(plan.rendered, TimedSpan("store", plan.rendered.end, time.perf_counter())),
         )
         limit = effective_max_tokens(len(prompt_ids), self._planner.context_limit, plan.params.max_tokens)
         turn = Turn(request.request_id, session.id, user.id, reply.id, plan.dropped, limit)
@@ -343,7 +345,7 @@ class ChatService:
             self._turn_over(session.id)
             turn.close(error)
             raise
-        made_by = self._planner.made_by(params)
+        made_by = self._planner.made_by(request, reply.id)
         record(self.store, turn, stream, made_by, lambda: self._turn_over(session.id))
         return turn
 

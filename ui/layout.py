@@ -58,7 +58,8 @@ def mount(api: FastAPI, chat: ChatService) -> FastAPI:
 def _head() -> str:
     base = static_path()
     styles = "".join(
-        f'<link rel="stylesheet" href="{base}/{name}.css">' for name in ("frame", "chat", "panel", "debug", "code")
+        f'<link rel="stylesheet" href="{base}/{name}.css">'
+        for name in ("frame", "chat", "panel", "debug", "timeline", "code")
     )
     return (
         f'{styles}<script type="module" src="{base}/main.js"></script>'

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from engine.errors import KVScopeError
 from engine.local import LocalEngine
 from engine.prompt import FittedPrompt, fit_prompt
-from engine.protocol import ChatMessage
+from engine.protocol import ChatMessage, GenerateRequest, TimedSpan
 from engine.sampling.params import SamplingParams, check_vocabulary
-from sessions.models import Message, Session
+from sessions.models import Message, Session, TurnInput
 from ui.api.params import parse_params
 from ui.recorder import MadeBy
 
@@ -21,11 +22,13 @@ REPLY_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A prompt that fits, and the ids of the messages it was made of (None for the system prompt and unsent text)."""
+    """A prompt that fits, the ids of the messages it was made of (None for the system prompt and unsent text), and when
+    it was rendered."""
 
     fitted: FittedPrompt
     message_ids: tuple[str | None, ...]
     params: SamplingParams
+    rendered: TimedSpan
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -43,10 +46,15 @@ class PromptPlanner:
     def model_name(self) -> str:
         return str(self._engine.capabilities()["model"])
 
-    def made_by(self, params: SamplingParams) -> MadeBy:
-        """Of a reply with these settings."""
+    def made_by(self, request: GenerateRequest, message_id: str) -> MadeBy:
+        """Of the reply `message_id` to a request that the engine has taken."""
         known = self._engine.capabilities()
-        return MadeBy(str(known["model"]), str(params.kv_format or known["kv_format"]))
+        kv_format = str(request.params.kv_format or known["kv_format"])
+        beams = asdict(request.beams) if request.beams.searches else {}
+        fingerprint = self._engine.fingerprint(kv_format)
+        return MadeBy(
+            str(known["model"]), TurnInput(message_id, request.prompt_ids, kv_format, beams, dict(fingerprint))
+        )
 
     @property
     def context_limit(self) -> int:
@@ -65,6 +73,7 @@ class PromptPlanner:
         Raises `ContextOverflow` if it can't fit and `InvalidRequest` for settings that the model can't follow: before
         anything is stored.
         """
+        began = time.perf_counter()
         params = params or parse_params(session.params)
         check_vocabulary(params, int(self._engine.capabilities()["vocab_size"]))
         messages, message_ids = self._messages(session, path)
@@ -79,7 +88,8 @@ class PromptPlanner:
         first_kept = message_ids.index(kept_id) if kept_id is not None and kept_id in message_ids else None
         date = datetime.fromisoformat(session.prompt_date)
         fitted = fit_prompt(self._engine.tokenizer, messages, date, limit, reserve, first_kept)
-        return PromptPlan(fitted, tuple(message_ids), params)
+        rendered = TimedSpan("render", began, time.perf_counter())
+        return PromptPlan(fitted, tuple(message_ids), params, rendered)
 
     def history(self, session: Session, path: Sequence[Message]) -> tuple[int, ...]:
         """Ids of the branch `path` as its next prompt begins; none where there is nothing that could be rendered."""

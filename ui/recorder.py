@@ -12,7 +12,7 @@ from functools import partial
 from engine.errors import KVScopeError, StorageFailed
 from engine.protocol import EventStream, Failed, Finished, TokenDelta
 from sessions.errors import NotStored, StoreError
-from sessions.models import COMPLETE, FAILED
+from sessions.models import COMPLETE, FAILED, TurnInput
 from sessions.store import SessionStore
 from ui.turn import Turn
 
@@ -25,10 +25,10 @@ log = logging.getLogger("kvscope.recorder")
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """What made a reply: the model's name, and how its cache keeps K and V."""
+    """What made a reply: the model's name, and what it was made from."""
 
     model: str
-    kv_format: str
+    input: TurnInput
 
 
 def record(store: SessionStore, turn: Turn, stream: EventStream, made_by: MadeBy, on_done: Callable[[], None]) -> None:
@@ -107,10 +107,11 @@ def _store_finished(store: SessionStore, turn: Turn, event: Finished, made_by: M
         status=COMPLETE,
         finish_reason=event.stats.finish_reason,
     )
+    store.save_input(made_by.input)
     store.add_turn(turn.session_id, turn.message_id, made_by.model, asdict(event.stats))
     measures = turn.measures(event.token_ids)
     if measures:
-        store.save_measures(turn.message_id, made_by.kv_format, [astuple(measure) for measure in measures])
+        store.save_measures(turn.message_id, made_by.input.kv_format, [astuple(measure) for measure in measures])
 
 
 def _store_failed(store: SessionStore, turn: Turn, event: Failed) -> None:

@@ -86,7 +86,7 @@ ROUTES = [
     ("GET", ""), ("PATCH", ""), ("DELETE", ""), ("POST", "/messages"), ("PUT", f"/messages/{UNKNOWN}"),
     ("POST", "/regenerate"), ("POST", "/undo"), ("POST", "/stop"), ("POST", "/fork"), ("GET", "/export"),
     ("GET", "/export?format=md"), ("GET", "/cache"), ("GET", "/cache/probe"), ("POST", "/audit"), ("POST", "/repair"),
-    ("GET", "/misses"),
+    ("GET", "/misses"), ("GET", "/trace"),
 ]  # fmt: skip
 
 
@@ -304,3 +304,21 @@ def test_a_client_that_hangs_up_ends_its_completion(server_url, engine, stream, 
     started = time.monotonic()
     assert wait_until(lambda: engine.finished)
     assert time.monotonic() - started < 4  # by itself the reply would take 20 s
+
+
+def test_an_export_says_what_each_reply_was_made_from(client, engine, session_id):
+    send(client, session_id)
+    send(client, session_id, "And then?", params={"kv_format": "int8", "seed": 5})
+    data = client.get(f"/api/sessions/{session_id}/export").json()
+    prompt: list[int] = []
+    for request, item, reply in zip(engine.requests, data["inputs"], data["messages"][1::2], strict=True):
+        prompt = prompt[: item["kept"]] + item["prompt_ids"]
+        assert tuple(prompt) == request.prompt_ids and item["message_id"] == reply["id"]
+        assert reply["params"]["seed"] == request.params.seed is not None
+        assert item["fingerprint"]["weights"] == engine.name and item["beams"] == {}
+    assert [item["kv_format"] for item in data["inputs"]] == ["fp16", "int8"]
+    assert data["inputs"][1]["kept"] >= len(engine.requests[0].prompt_ids) - 1
+    again = client.post("/api/sessions/import", json=data).json()["id"]
+    renamed = client.get(f"/api/sessions/{again}/export").json()["inputs"]
+    assert [item["prompt_ids"] for item in renamed] == [item["prompt_ids"] for item in data["inputs"]]
+    assert {item["message_id"] for item in renamed}.isdisjoint(item["message_id"] for item in data["inputs"])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sessions import inputs
 from sessions.models import COMPLETE, INTERRUPTED, PARTIAL
 from sessions.store import InvalidData, SessionStore
 from tests.support.session_store import check_integrity, sample_session
@@ -85,6 +86,31 @@ def test_a_reply_exported_while_it_streamed_is_interrupted(store: SessionStore, 
     assert message.finish_reason == INTERRUPTED
 
 
+def test_prompts_are_what_they_add_to_the_one_before(data: Data, other: SessionStore) -> None:
+    told = [(item["kept"], item["prompt_ids"]) for item in data["inputs"]]
+    assert told == [(0, [5, 6, 7]), (2, [8, 9])]
+    stored = other.export(other.import_(data).id)
+    assert stored["inputs"] == data["inputs"]
+    session_id = stored["session"]["id"]
+    reply = next(item for item in stored["messages"] if item["id"] == stored["inputs"][1]["message_id"])
+    other.delete_message(reply["id"])
+    assert [item["prompt_ids"] for item in other.export(session_id)["inputs"]] == [[5, 6, 7]]
+
+
+def test_a_file_of_before_there_were_inputs_is_read(data: Data, other: SessionStore) -> None:
+    del data["inputs"]
+    exported = other.export(other.import_(data).id)
+    assert exported.pop("inputs") == [] and exported == data
+
+
+def test_prompts_beyond_all_measure_are_left_out(
+    data: Data, other: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_UNFOLDED", 6)
+    exported = other.export(other.import_(data).id)
+    assert exported["inputs"] == data["inputs"][:1] and exported["messages"] == data["messages"]
+
+
 def test_unknown_keys_are_ignored(data: Data, other: SessionStore) -> None:
     before = json.dumps(data)
     data["comment"] = data["session"]["comment"] = data["messages"][0]["comment"] = "by hand"
@@ -136,6 +162,13 @@ BAD: dict[str, tuple[Callable[[Data], Any], str]] = {
     "turn message": (lambda d: d["turns"][1].update(message_id=UNKNOWN), "Turn 2 names a message"),
     "turn same id": (lambda d: d["turns"][1].update(id=d["turns"][0]["id"]), "Turn 2 has the id of an earlier"),
     "turn stats": (lambda d: d["turns"][0].update(stats="fast"), 'Turn 1: "stats" must be an object'),
+    "input message": (lambda d: d["inputs"][1].update(message_id=UNKNOWN), "Input 2 names a message that is not"),
+    "input twice": (lambda d: d["inputs"].append({**d["inputs"][0], "kept": 0}), "Input 3 has the id of an earlier"),
+    "inputs object": (lambda d: d.update(inputs={}), '"inputs" must be a list'),
+    "input kept": (lambda d: d["inputs"][1].update(kept=4), 'Input 2: "kept" must be a whole number from 0 to 3'),
+    "input kept true": (lambda d: d["inputs"][1].update(kept=True), 'Input 2: "kept" must be a whole number'),
+    "input ids": (lambda d: d["inputs"][0].update(prompt_ids=[-1]), 'Input 1: "prompt_ids" must be whole numbers'),
+    "input print": (lambda d: d["inputs"][0].update(fingerprint=None), 'Input 1: "fingerprint" must be an object'),
     "turn model": (lambda d: d["turns"][0].pop("model"), 'Turn 1 has no "model"'),
 }
 

@@ -223,6 +223,9 @@ class FakeEngine:
     def metrics(self) -> dict[str, Any]:
         return {"turns": {}, "tokens": {"reused": 0, "computed": 0, "generated": 0}}
 
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        return {"weights": "fake-135M", "KV format": kv_format}
+
     def capabilities(self) -> dict[str, Any]:
         self._need_ok()
         return {

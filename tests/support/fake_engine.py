@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.debugging.timeline import TurnTrace
 from engine.debugging.tokens import check_query
+from engine.debugging.trace_events import trace_events
 from engine.errors import (
     Conflict,
     ContextOverflow,
@@ -233,6 +235,12 @@ class FakeEngine:
         self.faults.append(request)
         return {"session_id": request.session_id, "kind": request.kind}
 
+    def trace(self, session_id: str) -> dict[str, Any]:
+        self._check()
+        asked = [request for request in self.requests if request.session_id == session_id]
+        turns = [TurnTrace(request.request_id, request.before[-1].end, request.before) for request in asked]
+        return trace_events(session_id, turns)
+
     def memory(self) -> dict[str, Any]:
         self._check()
         return {"weights": 0, "kv_used": sum(map(len, self.caches.values())), "sessions": {}}
@@ -247,6 +255,9 @@ class FakeEngine:
             **self.counters.snapshot(), "blocks_used": 1, "blocks_free": 9, "waiting": 0, "running": 0,
             "kv_reserved_bytes": 1000, "kv_empty_bytes": 250, "kv_ram_bytes": 30, "kv_disk_bytes": 40,
         }  # fmt: skip
+
+    def fingerprint(self, kv_format: str) -> dict[str, str]:
+        return {"weights": self.name, "KV format": kv_format}
 
     def capabilities(self) -> dict[str, Any]:
         self._check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sessions.models import FAILED, PARTIAL, Session
+from sessions.models import FAILED, PARTIAL, Session, TurnInput
 from sessions.store import SessionStore
 
 
@@ -22,7 +22,8 @@ def check_integrity(store: SessionStore) -> None:
 
 
 def sample_session(store: SessionStore) -> Session:
-    """Two questions, the first answered twice, the second edited, one failed reply, token ids, settings and numbers."""
+    """Two questions, the first answered twice, the second edited, one failed reply, token ids, settings and numbers,
+    and what both answers were made from."""
     session = store.create("Trees & <b>leaves</b>", "Be brief.", {"temperature": 0.5, "stop": ["\n\n"], "seed": 7})
     first = store.add_message(session.id, None, "user", "世界 é 👩‍👩‍👧‍👦?")
     worse = store.add_message(session.id, first.id, "assistant", "Yes", token_ids=[1, 2, 2**31 - 1], model="tiny")
@@ -34,4 +35,6 @@ def sample_session(store: SessionStore) -> Session:
     store.add_message(session.id, better.id, "user", "Really?")
     for message in (worse, better):
         store.add_turn(session.id, message.id, "tiny", {"session_id": session.id, "ttft_ms": 12.5, "miss": None})
+    for message, prompt in ((worse, (5, 6, 7)), (better, (5, 6, 8, 9))):
+        store.save_input(TurnInput(message.id, prompt, "fp16", {}, {"weights": "abc"}))
     return store.update(session.id, head_id=failed.id, first_kept_id=second.id)

@@ -16,6 +16,7 @@ from ui.api.inspection import add_cache_routes, add_inspection_routes, add_token
 from ui.api.measures import add_measure_routes
 from ui.api.openai import add_openai_routes
 from ui.api.sessions import add_session_routes
+from ui.api.trace import add_trace_route
 from ui.chat import ChatService
 
 API_PATHS = ("/v1", "/api", "/health", "/metrics", "/tokenize", "/detokenize")
@@ -34,6 +35,7 @@ def build_api(chat: ChatService, models_on_disk: Callable[[], list[str]] = list)
     add_audit_routes(api, chat)
     add_frozen_routes(api, chat)
     add_debugging_routes(api, chat)
+    add_trace_route(api, chat)
     api.add_middleware(_ApiFence, routes=api.router.routes)
     return api
 

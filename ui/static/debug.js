@@ -1,11 +1,12 @@
-// The Debug tab: why a reply repeats itself, whether the cache is right, what the model thought of each token, what was
-// dropped and why. Nothing is asked for while the tab is not visible.
+// The Debug tab: why a reply repeats itself, whether the cache is right, what the model thought of each token, where the
+// time went, what was dropped and why. Nothing is asked for while the tab is not visible.
 
 import { counted, h, number, setText } from "./dom.js";
 import { AuditView } from "./audit.js";
 import { Diagnosis } from "./diagnosis.js";
 import { Maps } from "./maps.js";
 import { Misses } from "./misses.js";
+import { Timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
 
 const TAB = "Debug";
@@ -23,6 +24,7 @@ export class DebugTab {
     this.audit = new AuditView(this);
     this.maps = new Maps(this);
     this.tokens = new Tokens(this);
+    this.timeline = new Timeline(this);
     this.misses = new Misses(this);
     this.lights = h("ul", { class: "dots" });
     this.lightNote = h("p", { class: "quiet" });
@@ -34,6 +36,7 @@ export class DebugTab {
       section("Audit", this.audit.root),
       section("Cache map", this.maps.root),
       section("Tokens", this.tokens.root),
+      section("Timeline", this.timeline.root),
       section("Misses", this.misses.root));
   }
 
@@ -69,7 +72,7 @@ export class DebugTab {
   // Another chat.
   clear() {
     this.chosen = null;
-    for (const part of [this.diagnosis, this.audit, this.maps, this.tokens, this.misses]) part.clear();
+    for (const part of [this.diagnosis, this.audit, this.maps, this.tokens, this.timeline, this.misses]) part.clear();
     this.drawReplies();
     this.drawLights(null);
   }
@@ -103,6 +106,7 @@ export class DebugTab {
     this.drawReplies();
     this.diagnosis.show(reply);
     this.tokens.show(reply);
+    this.timeline.show(reply);
     this.misses.show(reply);
     this.audit.drawState();
     this.maps.drawState();

@@ -113,6 +113,14 @@ export function misses(session) {
   return request(path(session, "misses"), {});
 }
 
+export function trace(session) {
+  return request(path(session, "trace"), {});
+}
+
+export function traceLink(session) {
+  return { href: path(session, "trace"), download: `kvscope-${session.slice(0, 8)}.trace.json` };
+}
+
 export function price(session, action, message, content) {
   return send(path(session, "price"), { action, message_id: message, content });
 }

@@ -1,0 +1,1 @@
+"""Recorded sessions run again: to the same ids, or as load."""
