@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kernels.cpu import ir as ir
 from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
-from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes, recent_start, visible_keys
+from kernels.cpu.places import first_key, key_place, last_key, layer_group, layer_place, plane_bytes, recent_start
+from kernels.cpu.splits import MINUS_INFINITY, begin, join, soften
 from kernels.cpu.tickets import draw, finish
 from kernels.cpu.tile_attention import widen
-
-
-@compiled("void(int64, int64, int64)")
-def _soften(line: int, count: int, part: int) -> None:
-    """Scores into exp(score - largest), padded to 8; largest and their sum into part[0], part[1]."""
-    whole = (count + 7) // 8 * 8
-    for i in range(count, whole):
-        ir.put(line, i, np.float32(-np.inf))
-    largest = tile_ir.largest(line, whole)
-    ir.put(part, 0, largest)
-    ir.put(part, 1, ir.exp_sum(line, whole, largest))
 
 
 @compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -51,13 +39,16 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     store_index = ir.word(layer_place(step, layer), rec.STORE_INDEX)
     table = ir.word(group, rec.TABLES) + ir.word(ir.word(step, rec.SEQUENCES), t) * ir.word(group, rec.TABLE_WIDTH) * 4
     position = ir.word(ir.word(step, rec.POSITIONS), t)
-    start, end = split * rec.SPLIT, min((split + 1) * rec.SPLIT, visible_keys(group, position))
-    recent = recent_start(group, position)
+    base, first = split * rec.SPLIT, first_key(group, position)
+    start, end = max(base, first), min(base + rec.SPLIT, last_key(group, position))
+    recent, whole = recent_start(group, position), (end - base + 7) // 8 * 8
     kept = min(ir.word(group, rec.SINKS), recent)
+    shift = recent - kept if ir.word(group, rec.SINKS) else 0
     near = ir.word(step, rec.QKV) + t * ir.word(step, rec.QKV_WIDTH) * 4
     far = ir.word(step, rec.SINK_Q) + t * heads * dim * 4
     gap, line = splits * (dim + 2) * 4, rec.SPLIT * 4
-    parts = ir.word(step, rec.PARTS) + ir.word(ir.word(step, rec.PART_ROWS), t) * heads * gap + split * (dim + 2) * 4
+    parts = ir.word(step, rec.PARTS) + ir.word(ir.word(step, rec.PART_ROWS), t) * heads * gap
+    parts += (split - first // rec.SPLIT) * (dim + 2) * 4
     scale = ir.get(ir.word(model, rec.SCALARS), 2)
     unpacked, packed = scratch + (last_kv - first_kv) * each * line, kind > kv_ir.BF16
     most = rec.UNPACKED_ROWS if packed else block_size
@@ -66,14 +57,14 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     for plane in range(2):
         index = start
         while index < end:
-            place, stop, query = index - kept + recent, end, near
+            place, stop, query = index + shift, end, near
             if index < kept:
                 place, stop, query = index, min(end, kept), far
             offset, block = place % block_size, ir.word32(table, place // block_size)
             count = min(block_size - offset, stop - index, most)
             for kv in range(first_kv, last_kv):
                 rows = _rows(step, store_index, plane, kv, block, offset, count, unpacked)
-                own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - start) * 4
+                own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - base) * 4
                 for g in range(0, each, kv_ir.MAX_HEADS):
                     some, head, scores = min(each - g, kv_ir.MAX_HEADS), kv * each + g, own + g * line
                     if plane:
@@ -83,9 +74,14 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
             index += count
         if plane == 0:
             for head in range(first_kv * each, last_kv * each):
+                own, part = scratch + (head - first_kv * each) * line, parts + head * gap
+                for i in range(start - base):
+                    ir.put(own, i, MINUS_INFINITY)
+                for i in range(end - base, whole):
+                    ir.put(own, i, MINUS_INFINITY)
                 for i in range(dim):
-                    ir.put(parts + head * gap, i, np.float32(0.0))
-                _soften(scratch + (head - first_kv * each) * line, end - start, parts + head * gap + dim * 4)
+                    ir.put(part, i, np.float32(0.0))
+                soften(own, whole, part + dim * 4)
     return 0
 
 
@@ -110,26 +106,20 @@ def attention(sync: int, phase: int, step: int, layer: int, scratch: int) -> int
 
 
 @compiled("void(int64, int64, int64, int64, int64)")
-def _combine(step: int, layer: int, t: int, part_row: int, weights: int) -> None:
-    """The splits of each head of a token, weighted, into ATTENDED_OUT."""
-    model = ir.word(step, rec.MODEL)
+def _combine(step: int, layer: int, t: int, part_row: int, pair: int) -> None:
+    """The splits of each head of a token, one after the other, into ATTENDED_OUT."""
+    model, group = ir.word(step, rec.MODEL), layer_group(step, layer)
+    position = ir.word(ir.word(step, rec.POSITIONS), t)
     heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
-    splits = (visible_keys(layer_group(step, layer), ir.word(ir.word(step, rec.POSITIONS), t)) - 1) // rec.SPLIT + 1
     gap = (dim + 2) * 4
+    splits = (last_key(group, position) - 1) // rec.SPLIT - first_key(group, position) // rec.SPLIT + 1
     for head in range(heads):
         part = ir.word(step, rec.PARTS) + (part_row * heads + head) * ir.word(step, rec.SPLITS) * gap
         line = ir.word(step, rec.ATTENDED_OUT) + (t * heads + head) * dim * 4
-        largest, total = np.float32(-np.inf), np.float32(0.0)
+        begin(line, pair, dim)
         for split in range(splits):
-            largest = max(largest, ir.get(part + split * gap, dim))
-        for split in range(splits):
-            weight = np.float32(math.exp(ir.get(part + split * gap, dim) - largest))
-            total += weight * ir.get(part + split * gap, dim + 1)
-            ir.put(weights, split, weight)
-        for i in range(dim):
-            ir.put(line, i, np.float32(0.0))
-        kv_ir.accumulate(kv_ir.FP32, 1, line, 0, weights, 0, part, splits, gap, dim)
-        tile_ir.scale(line, dim, np.float32(1.0) / total)
+            join(line, pair, part + split * gap, part + split * gap + dim * 4, dim)
+        tile_ir.scale(line, dim, np.float32(1.0) / ir.get(pair, 1))
 
 
 @by_address(5)

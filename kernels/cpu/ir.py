@@ -75,9 +75,11 @@ def _half(b: Any, vector: Value, upper: bool) -> Value:
 
 
 def sum_of(b: Any, vector: Value) -> Value:
+    """Neighbours first, then neighbouring sums, and so on."""
     while vector.type.count > 1:
-        low, high = _half(b, vector, False), _half(b, vector, True)
-        vector = b.fadd(low, high)
+        count = vector.type.count // 2
+        lanes = [ir.Constant(ir.VectorType(I32, count), [2 * i + odd for i in range(count)]) for odd in (0, 1)]
+        vector = b.fadd(*(b.shuffle_vector(vector, vector, lane) for lane in lanes))
     return b.extract_element(vector, ir.Constant(I32, 0))
 
 

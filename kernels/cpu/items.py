@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels.cpu import records as rec
 from kernels.interface import BatchMetadata, PagedStore
+from kernels.layer_groups import LayerGroup
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 MANY_SPLITS = 6
@@ -44,19 +45,25 @@ def plan_items(meta: BatchMetadata, store: PagedStore, kv_heads: int, each: int)
     of_tiles = [(t, count, -1, kv, kv + 1) for t, count, _ in tiles for kv in range(kv_heads)]
     groups, most = [], 1
     for group in store.groups:
-        counts = [-(-group.visible(position) // rec.SPLIT) for _, position in single]
+        spans = [_splits(group, position) for _, position in single]
         # A block holds all heads of a token, so one task reads them all where there are tasks enough for the threads.
-        at_once = kv_heads if sum(counts) > MANY_SPLITS else 1
+        at_once = kv_heads if sum(map(len, spans)) > MANY_SPLITS else 1
         heads = range(0, kv_heads, at_once)
         splits = [
             (t, 1, split, kv, kv + at_once)
-            for (t, _), count in zip(single, counts, strict=True)
-            for split in range(count)
+            for (t, _), span in zip(single, spans, strict=True)
+            for split in span
             for kv in heads
         ]
         groups.append(np.array(of_tiles + splits, np.int64).reshape(-1, rec.ITEM_WORDS))
-        most = max([most, *counts])
+        most = max([most, *map(len, spans)])
     return Items(tuple(groups), part_rows, len(single), most)
+
+
+def _splits(group: LayerGroup, position: int) -> range:
+    """Of what a query sees: keys are counted by position, without the gap behind sinks where there are such."""
+    first = 0 if group.sinks else group.recent_start(position)
+    return range(first // rec.SPLIT, (first + group.visible(position) - 1) // rec.SPLIT + 1)
 
 
 def group_records(meta: BatchMetadata, store: PagedStore, items: Items) -> Words:

@@ -34,7 +34,7 @@ from kernels.cpu.ir import (
 
 FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
 WIDE_KINDS = (FP32, FP16, BF16)
-MAX_HEADS = 4  # that are scored together
+MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
 GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
 
@@ -48,7 +48,7 @@ def _load_kv(b: Any, address: Value, kind: int) -> Value:
 
 
 def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
-    """The sum of each of four vectors of 8, as a vector of 4."""
+    """The sum of each of four vectors of 8, as a vector of 4, in the order of `sum_of`."""
 
     def neighbours(x: Value, y: Value) -> Value:
         lanes = [ir.Constant(INTS, [base + i for base in (0, 8, 4, 12) for i in (odd, odd + 2)]) for odd in (0, 1)]

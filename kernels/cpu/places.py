@@ -55,7 +55,14 @@ def recent_start(group: int, position: int) -> int:
 
 
 @compiled("int64(int64, int64)")
-def visible_keys(group: int, position: int) -> int:
-    """How many keys a query at `position` sees: they are counted without the gap between sinks and window."""
+def first_key(group: int, position: int) -> int:
+    """The first of the keys that a query at `position` sees. Keys are counted by their positions; where there are
+    sinks, without the gap between these and the window."""
+    return 0 if ir.word(group, rec.SINKS) else recent_start(group, position)
+
+
+@compiled("int64(int64, int64)")
+def last_key(group: int, position: int) -> int:
+    """One past the last of them."""
     recent = recent_start(group, position)
-    return min(ir.word(group, rec.SINKS), recent) + position + 1 - recent
+    return min(ir.word(group, rec.SINKS), recent) + position + 1 - recent if ir.word(group, rec.SINKS) else position + 1

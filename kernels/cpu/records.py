@@ -10,7 +10,7 @@ from numba.extending import register_jitable
 TASK_WEIGHTS = 32768  # weights that one task of a product takes, about
 SPLIT = 128  # cached positions that one task of attention takes for a token
 TILE_ROWS = 48  # queries (tokens * query heads of a KV head) that one task of attention takes together
-TILE_KEYS = 64  # cached positions that they are scored against at a time
+TILE_KEYS = 64  # cached positions that are widened at a time
 PAD = 16  # floats between rows of a tile beyond their own, so that they don't fall into the same cache sets
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
 UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind the scores

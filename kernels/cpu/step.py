@@ -190,7 +190,7 @@ class FusedLayers:
         attended, sink_q = (np.zeros((tokens, self._heads, self._dim), np.float32) for _ in range(2))
         parts = np.zeros((split_tokens, self._heads, splits, self._dim + 2), np.float32)
         angles = (1 + groups) * tokens * self._dim
-        scratch = np.zeros((team().size, rec.padded(angles + self._work(tiled, splits)) + 32), np.float32)
+        scratch = np.zeros((team().size, rec.padded(angles + self._work(tiled)) + 32), np.float32)
         words = np.zeros(rec.STEP_WORDS, np.int64)
         words[: rec.SINK_Q + 1] = (
             self._model.ctypes.data,
@@ -211,14 +211,13 @@ class FusedLayers:
         )
         return _Buffers(x, out, words, (rows, act, qkv, attended, sink_q, parts, scratch))
 
-    def _work(self, tiled: int, splits: int) -> int:
+    def _work(self, tiled: int) -> int:
         """Floats that the largest task of a thread needs."""
-        wide, tall = rec.padded(self._dim), max(rec.TILE_ROWS, self._group) + 6
-        gap, key_gap = wide + rec.PAD, rec.TILE_KEYS + rec.PAD
+        tall = max(rec.TILE_ROWS, self._group) + 6
+        gap, line = rec.padded(self._dim) + rec.PAD, rec.SPLIT + rec.PAD
         return max(
             self._hidden + 32,
-            splits + 32,
             tiled * (PANEL + 64),
             self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
-            2 * tall * gap + tall * key_gap + wide * key_gap + rec.TILE_KEYS * gap + 2 * tall,
+            2 * tall * gap + tall * line + rec.TILE_KEYS * gap + tall * (self._dim + 4),
         )

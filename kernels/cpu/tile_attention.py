@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kernels.cpu import ir as ir
@@ -11,8 +9,7 @@ from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes, recent_start, scale_place
-
-_MINUS_INFINITY = np.float32(-np.inf)
+from kernels.cpu.splits import MINUS_INFINITY, begin, join, soften
 
 
 @compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -62,98 +59,86 @@ def _hide(step: int, group: int, line: int, t: int, first: int, count: int) -> N
     """Scores of positions first:first + count that token `t` does not see."""
     position = ir.word(ir.word(step, rec.POSITIONS), t)
     for i in range(max(position + 1 - first, 0), count):
-        ir.put(line, i, _MINUS_INFINITY)
+        ir.put(line, i, MINUS_INFINITY)
     for i in range(min(recent_start(group, position) - first, count)):
-        ir.put(line, i, _MINUS_INFINITY)
-
-
-@compiled("void(int64, int64, int64, int64, int64)")
-def _soften(line: int, count: int, state: int, out: int, width: int) -> None:
-    """Scores [count] into weights; largest score and sum of weights, in `state`, and the row of `out` follow."""
-    before = ir.get(state, 0)
-    largest = max(before, tile_ir.largest(line, count))
-    if largest == _MINUS_INFINITY:
-        for i in range(count):
-            ir.put(line, i, np.float32(0.0))
-        return
-    if largest > before:
-        shrink = np.float32(math.exp(before - largest))
-        tile_ir.scale(out, width, shrink)
-        ir.put(state, 0, largest)
-        ir.put(state, 1, ir.get(state, 1) * shrink)
-    ir.put(state, 1, ir.get(state, 1) + ir.exp_sum(line, count, largest))
+        ir.put(line, i, MINUS_INFINITY)
 
 
 @compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _begin(step: int, first: int, rows: int, kv: int, queries: int, out: int, states: int, gap: int) -> None:
-    """Scaled queries, in rows `gap` bytes apart and zeros behind the last; sums of nothing so far."""
+def _begin(step: int, first: int, rows: int, kv: int, queries: int, out: int, pairs: int, gap: int) -> None:
+    """Queries [rows, dim]; rows of `out` `gap` bytes apart, and their pairs, of no split so far."""
     model = ir.word(step, rec.MODEL)
-    heads, dim, scale = ir.word(model, rec.HEADS), ir.word(model, rec.DIM), ir.get(ir.word(model, rec.SCALARS), 2)
+    heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
     each = heads // ir.word(model, rec.KV_HEADS)
-    for r in range((rows + tile_ir.ROWS - 1) // tile_ir.ROWS * tile_ir.ROWS):
+    for r in range(rows):
         source = ir.word(step, rec.QKV) + (first + r // each) * ir.word(step, rec.QKV_WIDTH) * 4
         source += (kv * each + r % each) * dim * 4
         for i in range(dim):
-            ir.put(queries + r * gap, i, ir.get(source, i) * scale if r < rows else np.float32(0.0))
-        for i in range(gap // 4 - rec.PAD):
-            ir.put(out + r * gap, i, np.float32(0.0))
-        ir.put(states + r * 8, 0, _MINUS_INFINITY)
-        ir.put(states + r * 8, 1, np.float32(0.0))
+            ir.put(queries + r * dim * 4, i, ir.get(source, i))
+        begin(out + r * gap, pairs + r * 8, dim)
 
 
 @compiled("void(int64, int64, int64, int64, int64, int64, int64)")
-def _end(step: int, first: int, rows: int, kv: int, out: int, states: int, gap: int) -> None:
+def _end(step: int, first: int, rows: int, kv: int, out: int, pairs: int, gap: int) -> None:
     model = ir.word(step, rec.MODEL)
     heads, dim = ir.word(model, rec.HEADS), ir.word(model, rec.DIM)
     each = heads // ir.word(model, rec.KV_HEADS)
     for r in range(rows):
         target = ir.word(step, rec.ATTENDED_OUT) + ((first + r // each) * heads + kv * each + r % each) * dim * 4
+        tile_ir.scale(out + r * gap, dim, np.float32(1.0) / ir.get(pairs + r * 8, 1))
         for i in range(dim):
-            ir.put(target, i, ir.get(out + r * gap, i) / ir.get(states + r * 8, 1))
+            ir.put(target, i, ir.get(out + r * gap, i))
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _multiply(
-    rows: int, a: int, a_gap: int, b: int, b_gap: int, out: int, out_gap: int, columns: int, depth: int, add: int
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _add_values(
+    rows: int, weights: int, line: int, values: int, out: int, gap: int, columns: int, count: int, add: int
 ) -> None:
-    """out [rows, columns] = add * out + a [rows, depth] · b [depth, columns]; whole tiles, gaps in bytes."""
+    """out [rows, columns] = add * out + weights [rows, count] · values [count, columns]; whole tiles, rows of values
+    and out `gap` bytes apart."""
     for r in range(0, rows, tile_ir.ROWS):
         for i in range(0, columns, tile_ir.COLUMNS):
-            target = out + r * out_gap + i * 4
-            tile_ir.multiply(a + r * a_gap, a_gap, b + i * 4, b_gap, target, out_gap, depth, add)
+            target = out + r * gap + i * 4
+            tile_ir.multiply(weights + r * line, line, values + i * 4, gap, target, gap, count, add)
 
 
 @by_address(6)
 def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch: int) -> int:
-    """Tokens first:first + count, of one sequence, over what they see; one KV head.
+    """Tokens first:first + count, of one sequence, over what they see; one KV head. No group of layers has sinks.
 
-    Scratch: queries, sums of values, scores, keys on their side, keys or values as rows, largest scores and sums."""
-    model, group = ir.word(step, rec.MODEL), layer_group(step, layer)
+    Scratch: sums of values, those of a split, scores, keys or values, queries, pairs of the sums and of the split."""
+    model, group, positions = ir.word(step, rec.MODEL), layer_group(step, layer), ir.word(step, rec.POSITIONS)
     each, dim = ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
-    rows, wide = count * each, (dim + 15) // 16 * 16
-    tall, gap, key_gap = (rows + 5) // 6 * 6, (wide + rec.PAD) * 4, (rec.TILE_KEYS + rec.PAD) * 4
-    out = scratch + tall * gap
-    scores = out + tall * gap
-    turned = scores + tall * key_gap
-    values = turned + wide * key_gap
-    states = values + rec.TILE_KEYS * gap
-    _begin(step, first, rows, kv, scratch, out, states, gap)
-    positions = ir.word(step, rec.POSITIONS)
+    rows, wide, scale = count * each, (dim + 15) // 16 * 16, ir.get(ir.word(model, rec.SCALARS), 2)
+    tall, gap, line = (rows + 5) // 6 * 6, (wide + rec.PAD) * 4, (rec.SPLIT + rec.PAD) * 4
+    part = scratch + tall * gap
+    scores = part + tall * gap
+    kept = scores + tall * line
+    queries = kept + rec.TILE_KEYS * gap
+    pairs = queries + tall * dim * 4
+    part_pairs = pairs + tall * 8
+    _begin(step, first, rows, kv, queries, scratch, pairs, gap)
     start, end = recent_start(group, ir.word(positions, first)), ir.word(positions, first + count - 1) + 1
     all_from, all_to = recent_start(group, end - 1), ir.word(positions, first) + 1
-    for key in range(start, end, rec.TILE_KEYS):
-        found = min(rec.TILE_KEYS, end - key)
-        columns = (found + 15) // 16 * 16
-        _gather(step, layer, first, 0, kv, key, found, values, gap)
-        for i in range(0, columns, 8):
-            tile_ir.transpose(values + i * gap, gap, dim, turned + i * 4, key_gap)
-        _multiply(tall, scratch, gap, turned, key_gap, scores, key_gap, columns, dim, 0)
+    for base in range(start // rec.SPLIT * rec.SPLIT, end, rec.SPLIT):
+        low, high = max(base, start), min(base + rec.SPLIT, end)
+        whole = (high - base + 7) // 8 * 8
+        for key in range(low, high, rec.TILE_KEYS):
+            found = min(rec.TILE_KEYS, high - key)
+            _gather(step, layer, first, 0, kv, key, found, kept, gap)
+            for r in range(0, rows, kv_ir.MAX_HEADS):
+                some, own = min(rows - r, kv_ir.MAX_HEADS), scores + r * line + (key - base) * 4
+                kv_ir.scores(kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale)
         for r in range(rows):
-            line = scores + r * key_gap
-            if key < all_from or key + columns > all_to:
-                _hide(step, group, line, first + r // each, key, columns)
-            _soften(line, columns, states + r * 8, out + r * gap, wide)
-        _gather(step, layer, first, 1, kv, key, found, values, gap)
-        _multiply(tall, scores, key_gap, values, gap, out, gap, wide, found, 1)
-    _end(step, first, rows, kv, out, states, gap)
+            own = scores + r * line
+            if base < all_from or base + whole > all_to:
+                _hide(step, group, own, first + r // each, base, whole)
+            soften(own, whole, part_pairs + r * 8)
+        for key in range(low, high, rec.TILE_KEYS):
+            found = min(rec.TILE_KEYS, high - key)
+            _gather(step, layer, first, 1, kv, key, found, kept, gap)
+            _add_values(tall, scores + (key - base) * 4, line, kept, part, gap, wide, found, key > low)
+        for r in range(rows):
+            join(scratch + r * gap, pairs + r * 8, part + r * gap, part_pairs + r * 8, dim)
+    _end(step, first, rows, kv, scratch, pairs, gap)
     return 0

@@ -1,4 +1,4 @@
-"""Vector code for attention of many queries at once: small float32 matrix products, and keys on their side."""
+"""Vector code for attention: small float32 matrix products, and weighted sums of splits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kernels.cpu.ir import F32, I32, I64, V8, Value, constant, emits, fma, load, max_of, plus, splat, store, variable
+from kernels.cpu.ir import F32, I64, V8, Value, constant, emits, fma, load, max_of, plus, splat, store, variable
 
 ROWS, COLUMNS = 6, 16  # of a product that is held in registers: twelve sums, two rows of b, a value of a
 
@@ -49,34 +49,6 @@ def multiply(
             store(b, b.load(total), address)
 
 
-def _shuffled(b: Any, x: Value, y: Value, lanes: list[int]) -> Value:
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, 8), lanes))
-
-
-def _transposed(b: Any, rows: list[Value]) -> list[Value]:
-    """Eight vectors of eight, rows to columns: pairs, fours, halves."""
-    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-    pairs = [_shuffled(b, rows[i], rows[i + 1], lanes) for i in range(0, 8, 2) for lanes in (low, high)]
-    low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-    fours = []
-    for half in (0, 4):
-        for i in range(2):
-            fours += [_shuffled(b, pairs[half + i], pairs[half + i + 2], lanes) for lanes in (low, high)]
-    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    return [_shuffled(b, fours[i], fours[i + 4], lanes) for lanes in (low, high) for i in range(4)]
-
-
-@emits("iiiii")
-def transpose(b: Any, rows: Value, row_stride: Value, dim: Value, out: Value, out_stride: Value) -> None:
-    """out float32 [dim, 8] = rows [8, dim]; strides in bytes, `dim` a multiple of 8."""
-    with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as loop:
-        first = plus(b, rows, loop.index, 32)
-        lines = [load(b, b.add(first, b.mul(row_stride, ir.Constant(I64, i))), V8) for i in range(8)]
-        target = b.add(out, b.mul(out_stride, b.shl(loop.index, ir.Constant(I64, 3))))
-        for i, column in enumerate(_transposed(b, lines)):
-            store(b, column, b.add(target, b.mul(out_stride, ir.Constant(I64, i))))
-
-
 @emits("ii", types.float32)
 def largest(b: Any, values: Value, count: Value) -> Value:
     """Of float32 [count], a multiple of 8; -infinity of none. NaN may be passed over."""
@@ -86,6 +58,15 @@ def largest(b: Any, values: Value, count: Value) -> Value:
         value = load(b, plus(b, values, loop.index, 32), V8)
         b.store(b.select(b.fcmp_ordered(">", value, b.load(most)), value, b.load(most)), most)
     return max_of(b, b.load(most))
+
+
+@emits("iiiff")
+def blend(b: Any, out: Value, other: Value, count: Value, keep: Value, take: Value) -> None:
+    """float32 out [count] = out * keep + other * take, `count` a multiple of 8."""
+    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
+        place = plus(b, out, loop.index, 32)
+        kept = b.fmul(load(b, place, V8), splat(b, keep, 8))
+        store(b, fma(b, load(b, plus(b, other, loop.index, 32), V8), splat(b, take, 8), kept), place)
 
 
 @emits("iif")
