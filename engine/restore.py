@@ -12,18 +12,21 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.sequence_state import SequenceState
 from engine.kv_cache.window import BlockPlace, Windows
 from engine.model_runner import ModelRunner
+from engine.models.decoder import DecoderModel
 from engine.scheduler import ScheduledBatch, ScheduledItem, Scheduler
 from engine.sequence import Sequence
 
 AUDITED_BLOCKS, AUDITED_POSITIONS = 3, 2
 FORMAT_TOLERANCE = {"fp32": 0.005, "fp16": 0.02, "bf16": 0.05, "int8": 0.1, "fp8": 0.2, "int4": 0.5}
 COMPUTE_TOLERANCE = {torch.float32: 0.005, torch.float16: 0.05, torch.bfloat16: 0.1}
+ACTIVATION_TOLERANCE = 0.15
 """Largest relative error (norm of the difference / norm, over a layer's K or V) of positions computed anew."""
 
 
-def audit_tolerance(kv_format: str, compute_dtype: torch.dtype) -> float:
+def audit_tolerance(kv_format: str, model: DecoderModel) -> float:
     """What rounding may do: of the cache, and of a step that takes another number of tokens at once."""
-    return max(FORMAT_TOLERANCE[kv_format], COMPUTE_TOLERANCE[compute_dtype])
+    activations = ACTIVATION_TOLERANCE if model.amplifies_rounding else 0.0
+    return max(FORMAT_TOLERANCE[kv_format], COMPUTE_TOLERANCE[model.dtype], activations)
 
 
 def audit_blocks(windows: Windows) -> int:

@@ -78,7 +78,7 @@ class StepLoop:
         self.runner = ModelRunner(
             parts.model, parts.cache, pool, parts.max_seq_len, limits.max_sequences, parts.states, slots
         )
-        tolerance = audit_tolerance(parts.kv_format, parts.model.dtype)
+        tolerance = audit_tolerance(parts.kv_format, parts.model)
         self._restorer = Restorer(self.prefix_cache, self.scheduler, self.runner, tolerance)
         self.keeper: SessionKeeper = SessionKeeper(
             self.scheduler,

@@ -145,6 +145,7 @@ class DecoderModel:
         self.replaced_kernels: tuple[str, ...] = ()
         self._runs_triton = fmt.planes
         self._fused = fused
+        self._rounds_activations = fmt.rounds_activations
 
     @property
     def state_spec(self) -> SSMStateSpec | None:
@@ -159,6 +160,12 @@ class DecoderModel:
         """
         replaced = set(self.replaced_kernels) - {"sample"}
         return self._fused is not None and self.device.type == "cuda" and not replaced
+
+    @property
+    def amplifies_rounding(self) -> bool:
+        """Whether the last bit of a sum may become a whole step of an int8 activation: products round what they are
+        given, and steps of other sizes do their sums in another order, as only the CPU's compiled steps do not."""
+        return self._rounds_activations and not (self._fused is not None and self._fused.fits)
 
     @property
     def samples_on_device(self) -> bool:
@@ -195,7 +202,7 @@ class DecoderModel:
         x = weights.embedding(token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
-        if self._fused is not None and self._fused.fits(len(token_ids), cache):
+        if self._fused is not None and self._fused.fits:
             return self._fused(x, cache, meta, lambda: _go_on(abandoned))
         step = self._step_context(cache, meta, states)
         if weights.altup is not None:

@@ -36,6 +36,11 @@ class WeightFormat:
     planes: bool = False
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether products round what they are given to int8."""
+        return self.blocks and not self.planes
+
+    @property
     def rows_from_file(self) -> bool:
         """Whether embedding rows are read from the file as they are needed."""
         return self.packed or (self.blocks and not self.planes)

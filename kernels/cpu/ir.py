@@ -193,16 +193,20 @@ def load_acquire(b: Any, address: Value) -> Value:
     return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@emits("iiii")
-def prefetch(b: Any, address: Value, count: Value, stride: Value, size: Value) -> None:
-    """Have `count` rows of `size` bytes, `stride` apart, brought near."""
+def prefetch_line(b: Any, address: Value) -> None:
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     options = [ir.Constant(I32, value) for value in (0, 3, 1)]  # to be read, into the nearest cache, data
+    b.call(function, [b.inttoptr(address, I8.as_pointer()), *options])
+
+
+@emits("iiii")
+def prefetch(b: Any, address: Value, count: Value, stride: Value, size: Value) -> None:
+    """Have `count` rows of `size` bytes, `stride` apart, brought near."""
     with cgutils.for_range(b, count, intp=I64) as row:
         place = b.add(address, b.mul(row.index, stride))
         with cgutils.for_range(b, b.lshr(plus(b, size, 63), ir.Constant(I64, 6)), intp=I64) as line:
-            b.call(function, [b.inttoptr(plus(b, place, line.index, 64), I8.as_pointer()), *options])
+            prefetch_line(b, plus(b, place, line.index, 64))
 
 
 @emits("i")

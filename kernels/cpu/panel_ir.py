@@ -36,6 +36,7 @@ from kernels.cpu.ir import (
     load,
     max_of,
     plus,
+    prefetch_line,
     splat,
     store,
     sum_of,
@@ -46,6 +47,7 @@ PANEL = 8
 PANEL_BYTES = tuple(PANEL * size for size in (18, 20, 34))
 TOKEN_TILE = 4
 STEPS = 8  # of four columns in a block
+AHEAD = 2048  # bytes of weights that are asked for before they are needed; a processor's own guesses end with a page
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 _AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
 
@@ -136,6 +138,8 @@ def _panel(fmt: int, tokens: int) -> Any:
             b.store(constant(0.0, V8), total)
         with cgutils.for_range(b, blocks, intp=I64) as loop:
             record = plus(b, weights, loop.index, PANEL_BYTES[fmt])
+            for line in range(0, PANEL_BYTES[fmt], 64):
+                prefetch_line(b, plus(b, record, AHEAD + line))
             codes = plus(b, record, 32 if fmt == Q4_1 else 16)
             xs = [plus(b, row, loop.index, 32) for row in rows]
             sums = (_byte_sums if fmt == Q8_0 else _nibble_sums)(b, codes, xs)

@@ -113,9 +113,10 @@ class FusedLayers:
         )
         self._buffers: dict[tuple[int, int, int, int], _Buffers] = {}
 
-    def fits(self, tokens: int, store: PagedStore) -> bool:
-        """Whether a step goes this way: heads are read eight numbers at a time, and tiles know nothing of sinks."""
-        return self._dim % 8 == 0 and (tokens <= FEW_TOKENS or not any(group.sinks for group in store.groups))
+    @property
+    def fits(self) -> bool:
+        """Whether steps go this way: heads are read eight numbers at a time."""
+        return self._dim % 8 == 0
 
     def __call__(
         self, embedded: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None

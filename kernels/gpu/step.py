@@ -64,8 +64,9 @@ class TritonLayers:
         self._layers, self._norm, self._heads, self._eps, self._gelu = tuple(layers), norm, heads, eps, gelu
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
-    def fits(self, tokens: int, store: PagedStore) -> bool:
-        """Steps of any size go this way."""
+    @property
+    def fits(self) -> bool:
+        """All steps go this way."""
         return True
 
     def __call__(

@@ -157,10 +157,18 @@ def test_a_layer_that_shares_a_place_reads_what_the_first_stored(folder):
 
 
 @needs_kernels
-def test_resumed_token_by_token_equals_one_go(folder):
-    model = load(folder, "llama", "Q4_1")
-    one_go, single = run(model, True, chunks=(150,)), run(model, True, chunks=(100, *[1] * 50))
-    assert_same(single, one_go, (100, *[1] * 50))
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"kv_format": "fp16"}, {"kv_format": "int4"}, {"window": 40}, {"window": 150}, {"window": 40, "sinks": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "quant"), [("llama", "Q4_1"), ("qwen3", None)])
+def test_steps_of_any_size_leave_the_same_bits(folder, kind, quant, cache):
+    """However many tokens a step takes: what a reply leaves in the cache is what a prompt would."""
+    model = load(folder, kind, quant)
+    one_go = run(model, True, chunks=(260,), **cache)
+    for chunks in ((200, *[1] * 60), (3, 129, 1, 7, 120), (64, 64, 64, 64, 4)):
+        assert torch.equal(run(model, True, chunks=chunks, **cache), one_go)
 
 
 @needs_kernels
