@@ -1,58 +1,25 @@
-"""The engine on this machine: one thread that owns model, cache and schedule, and a mailbox in front of it."""
+"""The engine on this machine, as chats ask for it."""
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from engine import ledger, precision, probes
+from engine import ledger, probes
 from engine.config import EngineConfig
-from engine.debugging import diagnosis, maps, tokens, values
-from engine.debugging.audit import audit
-from engine.debugging.inject import inject
-from engine.debugging.quarantine import repair_cut
-from engine.debugging.trace_events import trace_events
-from engine.errors import (
-    ConfigError,
-    Conflict,
-    ContextOverflow,
-    EngineBusy,
-    EngineStopped,
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-)
+from engine.debugging_calls import DebuggingCalls, check_ids
+from engine.errors import ConfigError, Conflict, ContextOverflow, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.held_arrays import held_ranges
-from engine.jobs import Slices, cancellable
-from engine.lanes import Lanes
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.memory_watch import Holdings, MemoryWatch
 from engine.process_memory import Range
-from engine.protocol import (
-    DiagnoseQuery,
-    Failed,
-    FaultRequest,
-    Finished,
-    GenerateRequest,
-    MapQuery,
-    PrecisionQuery,
-    ProbeQuery,
-    TimedSpan,
-    TokenQuery,
-    ValueQuery,
-    never,
-)
+from engine.protocol import Failed, GenerateRequest, TimedSpan
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
 from engine.snapshots import Snapshots
@@ -61,29 +28,17 @@ from engine.tokenizer import ChatTokenizer
 from engine.turn import QueueStream
 from kernels.kv_format import KV_FORMATS
 
-T = TypeVar("T")
-CALL_S = 60.0
-JOB_S = 600.0
 LAST_WRITES_S = 20.0
-log = logging.getLogger("kvscope.engine")
 
 
-class LocalEngine:
+class LocalEngine(DebuggingCalls):
     """`ChatEngine` on this machine's own device. All cache and schedule changes happen on its thread, between steps."""
 
     def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_parts) -> None:
+        super().__init__(config, load)
         self.asked_format: Callable[[str], str | None] = lambda session_id: None
         """What a session's settings say of its KV format, for acts before its first turn since the start."""
-        self._config = config
-        self._load = load
-        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ready = threading.Event()
-        self._state = "loading"
-        self._failure: BaseException | None = None
-        self._parts: EngineParts | None = None
-        self._lanes: Lanes | None = None
         self._opening = threading.Lock()
-        self._closing = False
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         self._snapshots = (
@@ -94,22 +49,6 @@ class LocalEngine:
         self._frozen = FrozenPrefixes(config.data_dir / "frozen")
         self._weights: list[Range] | None = None
         self._memory_watch = MemoryWatch(lambda: self._call(self._holdings))
-        self._thread = threading.Thread(target=self._run, name="kvscope-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the first turn can run. Raises what the load raised, or `EngineStopped` on time-out."""
-        finished = self._ready.wait(timeout_s)
-        if self._failure is not None:
-            raise self._failure
-        if not finished:
-            raise EngineStopped("The model is still loading.")
-
-    def status(self) -> str:
-        """ "loading", "ok" or "stopped"."""
-        return self._state
 
     @property
     def tokenizer(self) -> ChatTokenizer:
@@ -190,84 +129,6 @@ class LocalEngine:
         held = self._call(lambda: self._steps(session_id).keeper.ram.find(session_id))
         kept = held or (None if self._snapshots is None else self._snapshots.manifest(session_id))
         return () if kept is None else kept.token_ids
-
-    def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
-        return self._call(lambda: probes.probe(self._steps(session_id), session_id, query))
-
-    def cache_map(self, session_id: str, query: MapQuery) -> dict[str, Any]:
-        maps.check_query(query, self._need_parts().cache.spec)
-        lane = self._steps(session_id)
-        return self._run_job(maps.cache_map(lane, lane.parts, session_id, query))
-
-    def cached_values(self, session_id: str, query: ValueQuery) -> dict[str, Any]:
-        values.check_query(query, self._need_parts().cache.spec)
-        lane = self._steps(session_id)
-        return self._run_job(values.stored_and_exact(lane, lane.parts, session_id, query))
-
-    def compare_precision(self, query: PrecisionQuery) -> dict[str, Any]:
-        parts = self._need_parts()
-        precision.check_query(query)
-        if len(query.token_ids) > parts.max_seq_len:
-            raise ContextOverflow(
-                f"The session has {len(query.token_ids)} tokens, but the context holds {parts.max_seq_len}."
-            )
-        check_ids(query.token_ids, parts)
-        return self._run_job(precision.compare_precision(parts, query))
-
-    def token_table(self, query: TokenQuery) -> list[dict[str, Any]]:
-        self._need_parts()
-        lane = self._steps(query.session_id)
-        tokens.check_query(query)
-        self._check_history(query, lane.parts)
-        rows = self._run_job(tokens.token_rows(lane, lane.parts, query))
-        return [{**row, **place} for row, place in zip(rows, self.token_places(query), strict=True)]
-
-    def token_places(self, query: TokenQuery) -> list[dict[str, Any]]:
-        tokens.check_query(query)
-        return self._call(lambda: tokens.places(self._steps(query.session_id), query))
-
-    def diagnose(self, query: DiagnoseQuery, audit: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        self._need_parts()
-        parts = self._steps(query.session_id).parts
-        diagnosis.check_query(query)
-        self._check_history(query, parts)
-        return self._run_job(cancellable(diagnosis.diagnose(parts, query, audit), query.cancelled, "diagnosis"))
-
-    def audit(
-        self, session_id: str, positions: int | list[int] | None = None, cancelled: Callable[[], bool] = never
-    ) -> dict[str, Any]:
-        self.restore(session_id)
-        lane = self._steps(session_id)
-        return self._run_job(cancellable(audit(lane, lane.parts, session_id, positions), cancelled, "audit"))
-
-    def repair(self, session_id: str, cancelled: Callable[[], bool] = never) -> dict[str, Any]:
-        found = self.audit(session_id, cancelled=cancelled)
-        cut = self._call(lambda: repair_cut(self._steps(session_id), session_id, found))
-        if cut.prompt_ids:
-            kv_format = self._all().format_of(session_id)
-            params = SamplingParams(temperature=0, max_tokens=1, kv_format=kv_format)
-            request = GenerateRequest(cut.prompt_ids, params, session_id, forced_ids=cut.forced_ids)
-            last = list(self.generate(request))[-1]
-            if isinstance(last, Failed):
-                raise last.error
-            assert isinstance(last, Finished)
-            # What the tree holds of other sessions' clean blocks need not be run.
-            cut.report["recomputed_tokens"] = last.stats.computed_tokens
-        return {**cut.report, "cache_pos": self.inspect(session_id)["cache_pos"]}
-
-    def inject(self, request: FaultRequest) -> dict[str, Any]:
-        if not self._config.fault_injection:
-            raise Forbidden(
-                "The cache may not be damaged on purpose unless KVScope is started with --allow-fault-injection."
-            )
-        self.restore(request.session_id)
-        lane = self._steps(request.session_id)
-        return self._run_job(inject(lane, lane.parts, request))
-
-    def trace(self, session_id: str) -> dict[str, Any]:
-        on_card = self._need_parts().model.device.type == "cuda"
-        turns = self._call(lambda: self._steps().timeline.turns(session_id))
-        return trace_events(session_id, turns, on_card)
 
     def memory(self) -> dict[str, Any]:
         on_disk = {} if self._snapshots is None else self._snapshots.store.sizes()
@@ -355,57 +216,17 @@ class LocalEngine:
         if self._snapshots is not None:
             self._snapshots.writer.close()
 
-    # -- the engine thread ------------------------------------------------------------------------------------------
+    # -- on the engine thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._parts = self._load(self._config)
-            submit = self._snapshots.submit if self._snapshots is not None else None
-            self._lanes = Lanes(StepLoop(self._parts, ram_limit(self._config, self._parts), submit))
-            self._steps().fingerprint()  # its digests are computed once: now, and not within the first turn
-            self._frozen.look(self._steps().fingerprint)
-        except BaseException as error:
-            self._failure = error
-            self._state = "stopped"
-            self._ready.set()
-            return
-        self._state = "ok"
-        self._ready.set()
-        self._memory_watch.start()
-        try:
-            # Also commands from the mailbox touch the cache's tensors, so the whole thread runs in this mode.
-            with torch.inference_mode():
-                while not self._closing:
-                    self._drain_mailbox(wait=not self._lanes.has_work)
-                    self._lanes.step()
-            self._stop("The engine was closed.")
-        except BaseException as error:
-            log.exception("the engine loop failed")
-            self._stop(f"The engine stopped after an unexpected error ({type(error).__name__}); restart KVScope.")
+    def _first_loop(self, parts: EngineParts) -> StepLoop:
+        submit = self._snapshots.submit if self._snapshots is not None else None
+        return StepLoop(parts, ram_limit(self._config, parts), submit)
 
-    def _drain_mailbox(self, wait: bool) -> None:
-        if wait:
-            self._mailbox.get()()
-        while True:
-            try:
-                command = self._mailbox.get_nowait()
-            except queue.Empty:
-                return
-            command()
+    def _before_turns(self) -> None:
+        self._frozen.look(self._steps().fingerprint)
+        self._mailbox.put(self._memory_watch.start)  # it asks questions, which are answered from then on
 
-    def _stop(self, sentence: str) -> None:
-        """No request may wait for ever: every open stream and queued command learns that this is the end.
-
-        Turns end as cancelled when the engine was closed on purpose, else with an error."""
-        self._state = "stopped"
-        cancelled = self._closing
-        self._all().end_all(None if cancelled else EngineStopped(sentence))
-        if cancelled:
-            self._save_all()
-        while not self._mailbox.empty():
-            self._mailbox.get()()
-
-    def _save_all(self) -> None:
+    def _before_end(self) -> None:
         """A write that finds earlier ones gone asks for all blocks, which only this thread can bring."""
         if self._snapshots is not None:
             self._all().save_all()
@@ -493,67 +314,12 @@ class LocalEngine:
             raise InvalidRequest("No snapshots are kept: KVScope was started with --snapshot-limit 0.")
         return self._snapshots
 
-    # -- from other threads -----------------------------------------------------------------------------------------
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._mailbox.put(command)
-        if self._state == "stopped" and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
-            self._drain_mailbox(wait=False)
-
-    def _call(self, function: Callable[[], T]) -> T:
-        """Run on the engine thread between two steps and hand the result, or the exception, to the caller."""
-        self._need_parts()
-        future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._post(command)
-        return future.result(timeout=CALL_S)
-
-    def _run_job(self, slices: Slices[T]) -> T:
-        """Run on the engine thread, a slice after each step."""
-        future: Future[T] = Future()
-        self._post(lambda: self._steps().jobs.add(slices, future))
-        try:
-            return future.result(timeout=JOB_S)
-        except TimeoutError:
-            future.cancel()
-            raise EngineBusy("The engine had no time for this; try again when fewer replies are running.") from None
-
-    def _need_parts(self) -> EngineParts:
-        if self._parts is None or self._state == "loading":
-            raise EngineStopped(
-                "The model is still loading." if self._state == "loading" else "The engine has stopped."
-            )
-        if self._state == "stopped":
-            raise EngineStopped("The engine has stopped; restart KVScope.")
-        return self._parts
-
-    def _all(self) -> Lanes:
-        assert self._lanes is not None
-        return self._lanes
-
-    def _steps(self, session_id: str | None = None) -> StepLoop:
-        """The lane of a session, or that of the engine's own format."""
-        return self._all().of(session_id)
-
     def _check_prompt(self, request: GenerateRequest, parts: EngineParts) -> None:
         if not request.prompt_ids:
             raise InvalidRequest("The prompt is empty.")
         check_fits(len(request.prompt_ids), parts.max_seq_len)
         check_ids(request.prompt_ids, parts)
         check_settings(request.beams, request.params)
-
-    def _check_history(self, query: TokenQuery | DiagnoseQuery, parts: EngineParts) -> None:
-        ids = (*query.prompt_ids, *query.reply_ids)
-        if len(ids) > parts.max_seq_len:
-            raise ContextOverflow(f"The reply ends at token {len(ids)}, but the context holds {parts.max_seq_len}.")
-        check_ids(ids, parts)
 
     def _claim(self, session_id: str | None) -> None:
         if session_id is None:
@@ -572,9 +338,3 @@ def check_fits(count: int, limit: int) -> None:
     """Raises `ContextOverflow` if a prompt of so many tokens leaves no room for a reply."""
     if count >= limit:
         raise ContextOverflow(f"The prompt has {count} tokens, but the context holds {limit} with the reply.")
-
-
-def check_ids(token_ids: Sequence[int], parts: EngineParts) -> None:
-    """Raises `InvalidRequest` if an id is not the model's."""
-    if min(token_ids) < 0 or max(token_ids) >= parts.vocab_size:
-        raise InvalidRequest(f"Token ids must lie between 0 and {parts.vocab_size - 1}.")

@@ -118,9 +118,9 @@ def test_a_copied_state_goes_on_as_the_one_it_was_copied_from(loaded, ids, expec
         assert (run(ids[10:20], (slot, 10, 10)) - expected[10:20]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("auto", 0.08), ("bfloat16", 0.04)])
+@pytest.mark.parametrize(("dtype", "error"), [("auto", 0.12), ("bfloat16", 0.04)])
 def test_other_weight_formats_run_close_to_float32(folder, dtype, error, ids, expected):
-    """Root mean squares; `auto` keeps matrices in 8 bits, which rounds twice as coarsely as bfloat16 does."""
+    """Root mean squares; `auto` keeps matrices, and rounds what they are given, in 8 bits."""
     difference = Run(load_model(folder, CPU, dtype))(ids, (1, 0, LENGTH)) - expected
     assert difference.square().mean() < error**2 * expected.square().mean()
 
