@@ -28,7 +28,7 @@ needs_linux = pytest.mark.skipif(not TOLD, reason="the system does not tell all 
 
 
 def settled_reading(engine):
-    """The parts are asked for one after the other: what earlier tests let go of in between would be missing from some."""
+    """The parts are asked for one after the other; what earlier tests let go of in between is in some only."""
     gc.collect()
     readings = []
     for _ in range(5):
