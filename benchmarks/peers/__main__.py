@@ -27,49 +27,40 @@ Samples = dict[str, dict[str, list[float]]]  # figure -> engine -> values
 
 
 class Bench:
-    """The engines, and what was measured of them."""
+    """What was measured of the engines."""
 
     def __init__(self, model: Path, names: list[str], data_dir: Path) -> None:
-        self._model, self._data_dir, self.names = model, data_dir, names
-        self._children = {name: self._open(name) for name in names}
+        self._model, self._data_dir, self._names = model, data_dir, names
         self.samples: Samples = {}
-
-    def _open(self, name: str) -> Child:
-        return Child(name, self._model, self._data_dir)
 
     def measure(self, task: str, rounds: int) -> None:
         """The first round warms up and is left out, except where a round takes long and starts cold anyway."""
+        names = [name for name in self._names if (task, name) != ("switching", "generate")]  # which switches nothing
+        children = {name: self._open(task, name) for name in names}
         warm_up = 0 if task in ("chat", "switching", "restart") else 1
         for number in range(rounds + warm_up):
-            for place, name in enumerate(self.names):
-                figures = self._run(task, name, 1000 * (10 * number + place) + hash_of(task))
+            for place, name in enumerate(names):
+                seed = 1000 * (10 * number + place) + 1_000_000 * TASKS.index(task)  # no prompt is asked twice
+                figures = self._run(task, name, children, seed)
                 for figure, value in figures.items() if number >= warm_up else ():
                     self.samples.setdefault(figure, {}).setdefault(name, []).append(value)
+        for child in children.values():
+            child.close()
 
-    def _run(self, task: str, name: str, seed: int) -> tasks.Figures:
-        child = self._children[name]
+    def _open(self, task: str, name: str) -> Child:
+        return Child(name, self._model, self._data_dir, tasks.SESSIONS.get(task, 1))
+
+    def _run(self, task: str, name: str, children: dict[str, Child], seed: int) -> tasks.Figures:
         if task == "restart":
-            found = tasks.restart(child, seed, lambda: self._open(name))
-            self._children[name] = self._open(name)
+            found, children[name] = tasks.restart(children[name], seed, lambda: self._open(task, name))
             return found
-        if task == "switching" and name == "generate":
-            return {}
         run: dict[str, Callable[[Child, int], tasks.Figures]] = {
             "contexts": tasks.at_contexts,
             "chat": tasks.chat_without_cache if name == "generate" else tasks.chat,
             "switching": tasks.switching,
             "together": tasks.together,
         }
-        return run[task](child, seed)
-
-    def close(self) -> None:
-        for child in self._children.values():
-            child.close()
-
-
-def hash_of(task: str) -> int:
-    """Tasks share no prompts."""
-    return 1_000_000 * TASKS.index(task)
+        return run[task](children[name], seed)
 
 
 def ahead(figure: str, ours: float, theirs: float) -> float:
@@ -104,7 +95,6 @@ def measured(model: Path, names: list[str], data_dir: Path, chosen: list[str], r
     bench = Bench(model, names, data_dir)
     for task in chosen:
         bench.measure(task, rounds)
-    bench.close()
     return bench.samples
 
 

@@ -19,9 +19,9 @@ NAMES = ("ours", "generate", "llama.cpp")
 class Child:
     """The parent's side. `ready_s`: from the start of the process until it answered."""
 
-    def __init__(self, name: str, model: Path, data_dir: Path, speculation: str = "off") -> None:
+    def __init__(self, name: str, model: Path, data_dir: Path, sessions: int) -> None:
         start = time.perf_counter()
-        command = [sys.executable, "-m", "benchmarks.peers.child", name, str(model), str(data_dir), speculation]
+        command = [sys.executable, "-m", "benchmarks.peers.child", name, str(model), str(data_dir), str(sessions)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -54,18 +54,18 @@ class Child:
         return json.loads(line)
 
 
-def _build(name: str, model: Path, data_dir: Path, speculation: str) -> Peer:
+def _build(name: str, model: Path, data_dir: Path, sessions: int) -> Peer:
     if name == "ours":
-        return Ours(model, data_dir, speculation)
-    return Generate(model) if name == "generate" else LlamaCpp(model)
+        return Ours(model, data_dir)
+    return Generate(model) if name == "generate" else LlamaCpp(model, sessions)
 
 
 def main() -> None:
-    name, model, data_dir, speculation = sys.argv[1:]
+    name, model, data_dir, sessions = sys.argv[1:]
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    peer = _build(name, Path(model), Path(data_dir), speculation)
+    peer = _build(name, Path(model), Path(data_dir), int(sessions))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 import httpx
 
 CONTEXT = 8192  # tokens of a session at most
-SESSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +37,13 @@ class Peer(Protocol):
 
 
 class Ours:
-    """The app's engine with its defaults, guessing ahead only where asked to."""
+    """The app's engine with its defaults, but that it guesses no tokens ahead."""
 
-    def __init__(self, model: Path, data_dir: Path, speculation: str) -> None:
+    def __init__(self, model: Path, data_dir: Path) -> None:
         from engine.config import EngineConfig
         from engine.local import LocalEngine
 
-        self._engine = LocalEngine(EngineConfig(data_dir=data_dir, model=str(model), speculation=speculation))
+        self._engine = LocalEngine(EngineConfig(data_dir=data_dir, model=str(model), speculation="off"))
         self._engine.start()
         self._engine.wait_ready()
 
@@ -120,34 +118,34 @@ class _Clock:
 
 
 class LlamaCpp:
-    """llama.cpp's server as a library, its own cache kept per session where it is asked to go on."""
+    """llama.cpp's server as a library, its own cache kept per session where it is asked to go on.
 
-    def __init__(self, model: Path) -> None:
+    `slots` is how many sessions it can hold: with more than are used it decodes much more slowly."""
+
+    def __init__(self, model: Path, slots: int) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
-        params.n_ctx, params.n_parallel = CONTEXT * SESSIONS, SESSIONS
+        params.n_ctx, params.n_parallel = CONTEXT * slots, slots
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
         self._server = xllamacpp.Server(params)
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str | None, int] = {}
+        self._count = slots
 
     def run(self, prompt: list[int], tokens: int, session: str | None) -> Reply:
-        slot = self._slots.setdefault(session, len(self._slots) % (SESSIONS - 1) + 1) if session else 0
+        slot = self._slots.setdefault(session, len(self._slots) % self._count)
         return self._ask(prompt, tokens, slot, session is not None)
 
     def _ask(self, prompt: list[int], tokens: int, slot: int, cached: bool) -> Reply:
-        """By the server's own route, which takes and gives token ids, as a stream."""
-        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        """By the server's own route, which takes and gives token ids, not streamed: a client that reads along takes
+        time from its two threads, which wait for each other in a loop. Times are those that it gives itself."""
+        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True}
         asked |= {"return_tokens": True, "id_slot": slot, "cache_prompt": cached}
-        start, times, ids = time.perf_counter(), [], []
-        with httpx.stream("POST", f"{self._server.listening_address}/completion", json=asked, timeout=600) as answer:
-            for line in answer.iter_lines():
-                event = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-                if found := event.get("tokens"):
-                    times.append(time.perf_counter())
-                    ids += found
-        return Reply(times[0] - start, times[-1] - times[0], ids)
+        answer = httpx.post(f"{self._server.listening_address}/completion", json=asked, timeout=600).json()
+        times = answer["timings"]
+        each = times["predicted_ms"] / max(times["predicted_n"], 1)
+        return Reply((times["prompt_ms"] + each) / 1e3, (times["predicted_ms"] - each) / 1e3, answer["tokens"])
 
     def together(self, prompts: list[list[int]], tokens: int) -> float:
         return _at_once([lambda p=prompt, i=i: self._ask(p, tokens, i, False) for i, prompt in enumerate(prompts)])

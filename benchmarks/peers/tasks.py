@@ -14,6 +14,7 @@ TURNS = (1, 5, 10, 20)
 HISTORY, QUESTION, ANSWER = 3000, 18, 32  # tokens; by turn 20 some 4,000
 SWITCHES = 10
 SESSION_COUNTS = (1, 4, 8)
+SESSIONS = {"switching": 2, "together": max(SESSION_COUNTS)}  # that an engine must hold at once; else one
 
 Figures = dict[str, float]
 Opener = Callable[[], Child]
@@ -74,12 +75,11 @@ def together(child: Child, seed: int) -> Figures:
     return found
 
 
-def restart(child: Child, seed: int, open_again: Opener) -> Figures:
+def restart(child: Child, seed: int, open_again: Opener) -> tuple[Figures, Child]:
     """A session of a long text in a process that is ended and started again: seconds to its next first token."""
     session, prompt = str(uuid.UUID(int=seed)), words(HISTORY + 1000, seed)
     prompt += child.run(prompt, ANSWER, session).token_ids
     child.close()
     again = open_again()
     reply = again.run(prompt + words(QUESTION, seed + 1), 2, session)
-    again.close()
-    return {"after a restart, s": reply.first_s, "start, s": again.ready_s}
+    return {"after a restart, s": reply.first_s, "start, s": again.ready_s}, again
