@@ -62,6 +62,8 @@ def _build(name: str, model: Path, data_dir: Path, sessions: int) -> Peer:
 
 def main() -> None:
     name, model, data_dir, sessions = sys.argv[1:]
+    if name != "ours":  # the package asks OpenMP's threads not to spin, which others were not made for
+        os.environ.pop("OMP_WAIT_POLICY", None)
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
