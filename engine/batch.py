@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,15 +73,16 @@ def build_metadata(batch: ScheduledBatch, block_size: int, device: torch.device)
     groups = range(max(1, len(batch.items[0].sequence.block_tables)))
     context_lens = tuple(run.end for run in runs)
 
-    def tensor(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def tensor(values: Any, dtype: type[np.integer[Any]] = np.int64) -> Tensor:
+        """By way of an array, which takes a tenth of the time at these sizes."""
+        return torch.from_numpy(np.array(values, dtype)).to(device, non_blocking=True)
 
     meta = AttentionMetadata(
         positions=tensor(positions),
         slot_mapping=tensor([_slots(runs, group, block_size) for group in groups]),
-        block_tables=tensor([_tables(runs, group, block_size) for group in groups], torch.int32),
-        context_lens=tensor(context_lens, torch.int32),
-        cu_seqlens_q=tensor(cu_seqlens, torch.int32),
+        block_tables=tensor([_tables(runs, group, block_size) for group in groups], np.int32),
+        context_lens=tensor(context_lens, np.int32),
+        cu_seqlens_q=tensor(cu_seqlens, np.int32),
         logit_rows=tensor(logit_rows),
         query_lens=tuple(run.end - run.start for run in runs),
         context_lens_host=context_lens,

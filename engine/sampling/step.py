@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.protocol import TokenMeasure
@@ -108,7 +107,7 @@ def sample_on_host(
 
 def _finite_sequences(hidden: Tensor, query_lens: tuple[int, ...]) -> list[bool]:
     """A token's own K and V take part in its output, so a bad value anywhere shows in the token's last hidden row."""
-    sums = hidden.float().sum(dim=-1)
-    if bool(torch.isfinite(sums.sum())):
+    all_finite, hidden = row_measures(hidden.device.type).all_finite, hidden.float()
+    if all_finite(hidden):
         return [True] * len(query_lens)
-    return [bool(torch.isfinite(rows).all()) for rows in sums.split(list(query_lens))]
+    return [all_finite(rows) for rows in hidden.split(list(query_lens))]

@@ -28,6 +28,23 @@ def _rows(step: int, store_index: int, plane: int, kv: int, block: int, offset: 
     return place + plane * plane_bytes(step)
 
 
+@compiled("void(int64, int64, int64, int64)")
+def _hide_around(line: int, first: int, last: int, count: int) -> None:
+    """All scores [count] but first:last."""
+    for i in range(first):
+        ir.put(line, i, MINUS_INFINITY)
+    for i in range(last, count):
+        ir.put(line, i, MINUS_INFINITY)
+
+
+@compiled("void(int64, int64, int64, int64, int64)")
+def _bring_near(step: int, store_index: int, block: int, first_kv: int, last_kv: int) -> None:
+    """The keys of a block that comes next: a processor can't guess where that lies."""
+    size, kv_heads = ir.word(step, rec.HEAD_BYTES), ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS)
+    place, rows = key_place(step, store_index, first_kv, block, 0), ir.word(step, rec.BLOCK_SIZE)
+    ir.prefetch(place, rows, kv_heads * size, (last_kv - first_kv) * size)
+
+
 @by_address(7)
 def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: int, scratch: int) -> int:
     """A split of what a token sees, into PARTS, for the query heads of some KV heads.
@@ -62,6 +79,8 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
                 place, stop, query = index, min(end, kept), far
             offset, block = place % block_size, ir.word32(table, place // block_size)
             count = min(block_size - offset, stop - index, most)
+            if plane == 0 and index + count < end:
+                _bring_near(step, store_index, ir.word32(table, (place + count) // block_size), first_kv, last_kv)
             for kv in range(first_kv, last_kv):
                 rows = _rows(step, store_index, plane, kv, block, offset, count, unpacked)
                 own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - base) * 4
@@ -75,10 +94,7 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
         if plane == 0:
             for head in range(first_kv * each, last_kv * each):
                 own, part = scratch + (head - first_kv * each) * line, parts + head * gap
-                for i in range(start - base):
-                    ir.put(own, i, MINUS_INFINITY)
-                for i in range(end - base, whole):
-                    ir.put(own, i, MINUS_INFINITY)
+                _hide_around(own, start - base, end - base, whole)
                 for i in range(dim):
                     ir.put(part, i, np.float32(0.0))
                 soften(own, whole, part + dim * 4)

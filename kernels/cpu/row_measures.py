@@ -40,7 +40,7 @@ def _survey(values: int, count: int, chosen: int, out: int) -> None:
 
 
 def all_finite(row: Tensor) -> bool:
-    """Of contiguous float32 [V]."""
+    """Of contiguous float32 of any shape."""
     return bool(_finite(row.data_ptr(), row.numel()) == 0.0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_finite(row: Tensor) -> bool:
-    """Of float32 [V]."""
+    """Of float32 of any shape."""
     return bool(torch.isfinite(row).all())
 
 
