@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,17 +33,17 @@ from engine.sampling.params import SamplingParams
 from engine.turn import QueueStream
 
 
-class DebuggingCalls(EngineThread):
+class DebuggingCalls(EngineThread, ABC):
     """What a person asks to find out why a model says what it says."""
 
-    def generate(self, request: GenerateRequest) -> QueueStream:
-        raise NotImplementedError
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> QueueStream: ...
 
-    def restore(self, session_id: str) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def restore(self, session_id: str) -> int: ...
 
-    def inspect(self, session_id: str) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def inspect(self, session_id: str) -> dict[str, Any]: ...
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
         return self._call(lambda: probes.probe(self._steps(session_id), session_id, query))

@@ -17,7 +17,7 @@ Q4_0, Q4_1, Q8_0 = 0, 1, 2
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
-V8, V16 = ir.VectorType(F32, 8), ir.VectorType(F32, 16)
+V8 = ir.VectorType(F32, 8)
 Value = Any
 
 
@@ -57,6 +57,12 @@ def fma(b: Any, x: Value, y: Value, z: Value) -> Value:
     name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
     function = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fma.{name}")
     return b.call(function, (x, y, z))
+
+
+def llvm_call(b: Any, name: str, result: Any, *values: Value) -> Value:
+    """An LLVM intrinsic."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
 
 def splat(b: Any, value: Value, count: int) -> Value:

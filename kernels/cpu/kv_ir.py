@@ -24,6 +24,7 @@ from kernels.cpu.ir import (
     constant,
     emits,
     fma,
+    llvm_call,
     load,
     plus,
     splat,
@@ -197,12 +198,6 @@ def _save(kind: int) -> Any:
     return save
 
 
-def _call(b: Any, name: str, result: Any, *values: Value) -> Value:
-    """An LLVM intrinsic."""
-    kind = ir.FunctionType(result, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
-
-
 def _parts(b: Any, dim: Value) -> Any:
     """A loop over the eights of a row."""
     return cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64)
@@ -210,7 +205,7 @@ def _parts(b: Any, dim: Value) -> Any:
 
 def _rounded(b: Any, value: Value) -> Value:
     """float32 [8] as int32 [8], halves to even."""
-    return b.fptosi(_call(b, "llvm.rint.v8f32", V8, value), INTS)
+    return b.fptosi(llvm_call(b, "llvm.rint.v8f32", V8, value), INTS)
 
 
 @emits("iiiiii")
@@ -220,9 +215,9 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     b.store(constant(0.0, V8), most)
     for row in (key, value):
         with _parts(b, dim) as part:
-            size = _call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part.index, 32), V8))
-            b.store(_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
-    largest = _call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
+            size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part.index, 32), V8))
+            b.store(llvm_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
+    largest = llvm_call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
     scale = b.fdiv(largest, ir.Constant(F32, 127.0))
     store(b, scale, scale_out)
     empty = b.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
@@ -247,8 +242,8 @@ def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
     with _parts(b, dim) as part:
         value = load(b, plus(b, values, part.index, 32), V8)
         sign = b.and_(b.lshr(b.bitcast(value, INTS), constant(24, INTS)), constant(0x80, INTS))
-        size = _call(b, "llvm.fabs.v8f32", V8, value)
-        bits = b.bitcast(_call(b, "llvm.minnum.v8f32", V8, size, constant(448.0, V8)), INTS)
+        size = llvm_call(b, "llvm.fabs.v8f32", V8, value)
+        bits = b.bitcast(llvm_call(b, "llvm.minnum.v8f32", V8, size, constant(448.0, V8)), INTS)
         odd = b.and_(b.lshr(bits, constant(20, INTS)), constant(1, INTS))
         normal = b.lshr(b.add(bits, b.add(odd, constant(0x7FFFF, INTS))), constant(20, INTS))
         normal = b.sub(normal, constant(120 << 3, INTS))
@@ -295,10 +290,10 @@ def pack_int4(b: Any, out: Value, scales: Value, values: Value, dim: Value) -> N
         b.store(load(b, first, V8), most)
         with cgutils.for_range(b, _eights(b, dim, group.index), intp=I64) as part:
             value = load(b, plus(b, first, part.index, 32), V8)
-            b.store(_call(b, "llvm.minnum.v8f32", V8, b.load(least), value), least)
-            b.store(_call(b, "llvm.maxnum.v8f32", V8, b.load(most), value), most)
-        low = _call(b, "llvm.vector.reduce.fmin.v8f32", F32, b.load(least))
-        high = _call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
+            b.store(llvm_call(b, "llvm.minnum.v8f32", V8, b.load(least), value), least)
+            b.store(llvm_call(b, "llvm.maxnum.v8f32", V8, b.load(most), value), most)
+        low = llvm_call(b, "llvm.vector.reduce.fmin.v8f32", F32, b.load(least))
+        high = llvm_call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
         step = b.fptrunc(b.fdiv(b.fsub(high, low), ir.Constant(F32, 15.0)), F16)
         minimum = b.fptrunc(low, F16)
         store(b, step, plus(b, scales, group.index, 2))
@@ -309,8 +304,8 @@ def pack_int4(b: Any, out: Value, scales: Value, values: Value, dim: Value) -> N
         bottom = splat(b, b.fpext(minimum, F32), 8)
         with cgutils.for_range(b, _eights(b, dim, group.index), intp=I64) as part:
             value = b.fdiv(b.fsub(load(b, plus(b, first, part.index, 32), V8), bottom), divisor)
-            value = _call(b, "llvm.maxnum.v8f32", V8, value, constant(0.0, V8))
-            value = _call(b, "llvm.minnum.v8f32", V8, value, constant(15.0, V8))
+            value = llvm_call(b, "llvm.maxnum.v8f32", V8, value, constant(0.0, V8))
+            value = llvm_call(b, "llvm.minnum.v8f32", V8, value, constant(15.0, V8))
             code = b.trunc(b.shl(_rounded(b, value), _NIBBLES), BYTES)
             lanes = [ir.Constant(ir.VectorType(I32, 4), [kind, kind + 2, kind + 4, kind + 6]) for kind in (0, 1)]
             both = b.or_(*(b.shuffle_vector(code, code, lane) for lane in lanes))

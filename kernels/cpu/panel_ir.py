@@ -33,6 +33,7 @@ from kernels.cpu.ir import (
     emits,
     exp,
     fma,
+    llvm_call,
     load,
     max_of,
     plus,
@@ -52,11 +53,6 @@ BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorTyp
 _AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
 
 
-def _call(b: Any, name: str, result: Any, *values: Value) -> Value:
-    kind = ir.FunctionType(result, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
-
-
 def _pair_sums(b: Any, products: Value) -> Value:
     """Sums of neighbours."""
     count = products.type.count // 2
@@ -67,7 +63,7 @@ def _pair_sums(b: Any, products: Value) -> Value:
 def _dot_bytes(b: Any, unsigned: Value, signed: Value) -> Value:
     """Products of uint8 and int8, summed by pairs into int16; whoever calls keeps them in range."""
     if _AVX2:
-        return _call(b, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
+        return llvm_call(b, "llvm.x86.avx2.pmadd.ub.sw", WORDS, unsigned, signed)
     wide = ir.VectorType(I16, 32)
     return _pair_sums(b, b.mul(b.zext(unsigned, wide), b.sext(signed, wide)))
 
@@ -75,14 +71,14 @@ def _dot_bytes(b: Any, unsigned: Value, signed: Value) -> Value:
 def _sum_words(b: Any, words: Value) -> Value:
     """int16 summed by pairs into int32."""
     if _AVX2:
-        return _call(b, "llvm.x86.avx2.pmadd.wd", INTS, words, constant(1, WORDS))
+        return llvm_call(b, "llvm.x86.avx2.pmadd.wd", INTS, words, constant(1, WORDS))
     return _pair_sums(b, b.sext(words, ir.VectorType(I32, 16)))
 
 
 def _with_sign(b: Any, values: Value, of: Value) -> Value:
     """-values where `of` is negative; whatever where it is 0."""
     if _AVX2:
-        return _call(b, "llvm.x86.avx2.psign.b", BYTES, values, of)
+        return llvm_call(b, "llvm.x86.avx2.psign.b", BYTES, values, of)
     return b.select(b.icmp_signed("<", of, constant(0, BYTES)), b.neg(values), values)
 
 
@@ -170,7 +166,7 @@ def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Va
     A NaN or an infinity among them makes the scale NaN.
     """
     parts = [load(b, plus(b, x, 32 * i), V8) for i in range(4)]
-    sizes = [_call(b, "llvm.fabs.v8f32", V8, part) for part in parts]
+    sizes = [llvm_call(b, "llvm.fabs.v8f32", V8, part) for part in parts]
     most, total = sizes[0], sizes[0]
     for size in sizes[1:]:
         most = b.select(b.fcmp_ordered(">", size, most), size, most)
@@ -182,10 +178,10 @@ def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Va
     scale = b.fadd(scale, b.fmul(sum_of(b, total), ir.Constant(F32, 0.0)))
     codes_sum = constant(0, INTS)
     for i, part in enumerate(parts):
-        code = b.fptosi(_call(b, "llvm.rint.v8f32", V8, b.fmul(part, splat(b, inverse, 8))), INTS)
+        code = b.fptosi(llvm_call(b, "llvm.rint.v8f32", V8, b.fmul(part, splat(b, inverse, 8))), INTS)
         codes_sum = b.add(codes_sum, code)
         store(b, b.trunc(code, ir.VectorType(I8, 8)), plus(b, codes, 8 * i))
-    count = b.sitofp(_call(b, "llvm.vector.reduce.add.v8i32", I32, codes_sum), F32)
+    count = b.sitofp(llvm_call(b, "llvm.vector.reduce.add.v8i32", I32, codes_sum), F32)
     store(b, scale, scale_out)
     store(b, b.fmul(scale, count), sum_out)
 
