@@ -24,7 +24,7 @@ TURNS = (
 )
 OTHERS = ("Weekend by the sea", "Names for a cat", "Rotary position embedding")
 CHAT_AND_PANEL: Any = {"x": 264, "y": 0, "width": 1176, "height": 900}
-LOOPING = "List 50 synonyms of good."
+LOOPING = "List fifty synonyms of good."
 
 
 def photograph(app: AppProcess, browser: Browser, picture: Path) -> None:
