@@ -14,7 +14,7 @@ import numpy as np
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
 from kernels.cpu.activations import norm, normed, quantise_row
-from kernels.cpu.attention import attend, attention, combined
+from kernels.cpu.attention import score_rows, accumulate_rows, attend, attention, combined
 from kernels.cpu.compile import compiled
 from kernels.cpu.product import gated, product, task_count
 from kernels.cpu.store import angles, store
@@ -32,6 +32,8 @@ FUNCTIONS[rec.STORE] = store.address
 FUNCTIONS[rec.ATTENTION] = attention.address
 FUNCTIONS[rec.ATTEND] = attend.address
 FUNCTIONS[rec.ATTEND_TILE] = attend_tile.address
+FUNCTIONS[rec.SCORE] = score_rows.address
+FUNCTIONS[rec.ACCUMULATE] = accumulate_rows.address
 FUNCTIONS[rec.COMBINED_ROWS] = combined.address
 
 

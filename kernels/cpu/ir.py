@@ -231,4 +231,4 @@ def _call(arguments: int) -> Any:
     return call
 
 
-call_4, call_5, call_6, call_7, call_8, call_9 = (_call(n) for n in (4, 5, 6, 7, 8, 9))
+call_4, call_5, call_6, call_7, call_8, call_9, call_14 = (_call(n) for n in (4, 5, 6, 7, 8, 9, 14))

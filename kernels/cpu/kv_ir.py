@@ -27,6 +27,7 @@ from kernels.cpu.ir import (
     llvm_call,
     load,
     plus,
+    prefetch_line,
     splat,
     store,
     sum_of,
@@ -35,6 +36,7 @@ from kernels.cpu.ir import (
 
 FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
 WIDE_KINDS = (FP32, FP16, BF16)
+SIZES = (4, 2, 2)
 MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
 GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
@@ -60,6 +62,11 @@ def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
     return b.fadd(*(b.shuffle_vector(both, both, half) for half in halves))
 
 
+def _bring(b: Any, address: Value, size: int) -> None:
+    for line in range(0, size, 64):
+        prefetch_line(b, plus(b, address, line))
+
+
 def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None], *values: Value) -> None:
     """Code for every kind of row and number of heads, of which one is run."""
     for one in WIDE_KINDS:
@@ -72,24 +79,58 @@ def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None]
                 write(b, one, number, *values)
 
 
-@emits("iiiiiiiiif")
+@emits("iiiiiiiiifiiii")
 def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
-    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale."""
-    _for_each_kind(b, kind, heads, _scores, *values)
+    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale; then for how many
+    KV heads, rows of out and q from one of these to the next, bytes from its keys to the next one's, and where what is
+    read next begins."""
+    *values, kv_heads, each, gap, ahead = values
+
+    def write(b: Any, kind: int, heads: int, out: Value, line: Value, q: Value, keys: Value, *others: Value) -> None:
+        count, _, dim, _ = others
+        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
+            row = b.mul(kv.index, each)
+            own_out, own_q = b.add(out, b.mul(row, line)), plus(b, q, b.mul(row, dim), 4)
+            own_keys, near = b.add(keys, b.mul(kv.index, gap)), _share(b, ahead, kv.index, count, dim, kind)
+            _scores(b, kind, heads, near, own_out, line, own_q, own_keys, *others)
+
+    _for_each_kind(b, kind, heads, write, *values)
 
 
-@emits("iiiiiiiiii")
+@emits("iiiiiiiiiiiiii")
 def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
-    from one row to the next, values, their count, bytes from one to the next, dim."""
-    _for_each_kind(b, kind, heads, _accumulate, *values)
+    from one row to the next, values, their count, bytes from one to the next, dim; then for how many KV heads, rows of
+    out and weights from one of these to the next, bytes from its values to the next one's, and where what is read next
+    begins."""
+    *values, kv_heads, each, gap, ahead = values
+
+    def write(b: Any, kind: int, heads: int, out: Value, out_line: Value, weights: Value, *others: Value) -> None:
+        line, rows, count, stride, dim = others
+        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
+            row, near = b.mul(kv.index, each), _share(b, ahead, kv.index, count, dim, kind)
+            own_out, own_weights = b.add(out, b.mul(row, out_line)), b.add(weights, b.mul(row, line))
+            own_rows = b.add(rows, b.mul(kv.index, gap))
+            _accumulate(b, kind, heads, near, own_out, out_line, own_weights, line, own_rows, count, stride, dim)
+
+    _for_each_kind(b, kind, heads, write, *values)
+
+
+def _share(b: Any, ahead: Value, kv: Value, count: Value, dim: Value, kind: int) -> Value:
+    """Where the part begins of what comes next that is fetched while one KV head is worked on: as much as that reads.
+
+    A processor can't guess where the next block lies, and has room for few lines that are on their way: all of them
+    asked for at once would hold it up, so they are asked for one by one, between the sums.
+    """
+    return plus(b, ahead, b.mul(kv, b.mul(count, dim)), SIZES[kind])
 
 
 def _scores(
     b: Any,
     kind: int,
     heads: int,
+    ahead: Value,
     out: Value,
     line: Value,
     q: Value,
@@ -99,7 +140,7 @@ def _scores(
     dim: Value,
     scale: Value,
 ) -> None:
-    size = 4 if kind == FP32 else 2
+    size = SIZES[kind]
 
     def some(first: Value, number: int) -> list[list[Value]]:
         totals = [[variable(b, constant(0.0, V8)) for _ in range(number)] for _ in range(heads)]
@@ -115,6 +156,8 @@ def _scores(
                 value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
                 for g in range(heads):
                     b.store(fma(b, queries[g], value, b.load(totals[g][i])), totals[g][i])
+            read = b.add(b.mul(first, dim), b.mul(part.index, ir.Constant(I64, 8 * number)))
+            _bring(b, plus(b, ahead, read, size), 8 * number * size)
         return [[b.load(total) for total in row] for row in totals]
 
     fours = b.lshr(count, ir.Constant(I64, 2))
@@ -135,6 +178,7 @@ def _accumulate(
     b: Any,
     kind: int,
     heads: int,
+    ahead: Value,
     out: Value,
     gap: Value,
     weights: Value,
@@ -144,24 +188,39 @@ def _accumulate(
     stride: Value,
     dim: Value,
 ) -> None:
-    size = 4 if kind == FP32 else 2
-    with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-        places = [b.add(plus(b, out, part.index, 32), b.mul(gap, ir.Constant(I64, g))) for g in range(heads)]
-        totals = [variable(b, constant(0.0, V8)) for _ in range(heads)]
-        for place, total in zip(places, totals, strict=True):
+    size = SIZES[kind]
+
+    def eights(first: Value, number: int) -> None:
+        """Sums of one eight of channels wait for each other, those of several do not."""
+        own = [b.add(first, ir.Constant(I64, i)) for i in range(number)]
+        places = [[b.add(plus(b, out, i, 32), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
+        totals = [[variable(b, constant(0.0, V8)) for _ in own] for _ in range(heads)]
+        pairs = [pair for g in range(heads) for pair in zip(places[g], totals[g], strict=True)]
+        for place, total in pairs:
             b.store(load(b, place, V8), total)
         with cgutils.for_range(b, count, intp=I64) as loop:
             row = b.add(rows, b.mul(loop.index, stride))
-            value = _load_kv(b, plus(b, row, part.index, 8 * size), kind)
-            for g, total in enumerate(totals):
+            value = [_load_kv(b, plus(b, row, i, 8 * size), kind) for i in own]
+            for g in range(heads):
                 at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
-                b.store(fma(b, splat(b, load(b, at, F32), 8), value, b.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
+                weight = splat(b, load(b, at, F32), 8)
+                for i, total in enumerate(totals[g]):
+                    b.store(fma(b, weight, value[i], b.load(total)), total)
+            read = b.add(b.mul(b.mul(first, ir.Constant(I64, 8)), count), b.mul(loop.index, ir.Constant(I64, 8 * number)))
+            _bring(b, plus(b, ahead, read, size), 8 * number * size)
+        for place, total in pairs:
             store(b, b.load(total), place)
+
+    fours = b.lshr(dim, ir.Constant(I64, 5))
+    with cgutils.for_range(b, fours, intp=I64) as part:
+        eights(b.shl(part.index, ir.Constant(I64, 2)), 4)
+    rest = b.and_(b.lshr(dim, ir.Constant(I64, 3)), ir.Constant(I64, 3))
+    with cgutils.for_range(b, rest, intp=I64) as part:
+        eights(b.add(b.shl(fours, ir.Constant(I64, 2)), part.index), 1)
 
 
 def _widen(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
+    size = SIZES[kind]
 
     @emits("iiii")
     def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
@@ -182,7 +241,7 @@ def _round_bf16(b: Any, value: Value) -> Value:
 
 
 def _save(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
+    size = SIZES[kind]
 
     @emits("iii")
     def save(b: Any, out: Value, values: Value, dim: Value) -> None:

@@ -37,8 +37,8 @@ LAYER_WORDS = K_NORM + 1
 (LAYERS, LAYER_RECORDS, HIDDEN, HEADS, KV_HEADS, DIM, SCALARS, INV_FREQ, NORM, FUNCTIONS, MODEL_WORDS) = range(11)
 
 # FUNCTIONS: addresses of the kernels that others call.
-(QUANTISE_ROW, NORM_ROW, NORMED, PRODUCT, GATED, STORE, ATTENTION, ATTEND, ATTEND_TILE, COMBINED_ROWS) = range(10)
-FUNCTION_WORDS = 10
+(QUANTISE_ROW, NORM_ROW, NORMED, PRODUCT, GATED, STORE, ATTENTION, ATTEND, ATTEND_TILE, COMBINED_ROWS, SCORE, ACCUMULATE) = range(12)
+FUNCTION_WORDS = 12
 
 # A step of TOKENS tokens. float32: X [TOKENS, hidden] the residual stream, QKV, ATTENDED_OUT [TOKENS, heads, dim],
 # PARTS [split tokens, heads, splits, dim + 2] (values, largest score, sum of weights), OUT like X, SINK_Q [TOKENS,

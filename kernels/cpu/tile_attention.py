@@ -128,7 +128,7 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
             _gather(step, layer, first, 0, kv, key, found, kept, gap)
             for r in range(0, rows, kv_ir.MAX_HEADS):
                 some, own = min(rows - r, kv_ir.MAX_HEADS), scores + r * line + (key - base) * 4
-                kv_ir.scores(kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale)
+                kv_ir.scores(kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale, 1, 0, 0, kept)
         for r in range(rows):
             own = scores + r * line
             if base < all_from or base + whole > all_to:
