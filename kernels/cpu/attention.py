@@ -100,7 +100,7 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     position = ir.word(ir.word(step, rec.POSITIONS), t)
     base, first = split * rec.SPLIT, first_key(group, position)
     start, end = max(base, first), min(base + rec.SPLIT, last_key(group, position))
-    recent, whole = recent_start(group, position), (end - base + 7) // 8 * 8
+    recent, whole = recent_start(group, position), rec.padded_to(end - base, ir.WIDTH)
     kept = min(ir.word(group, rec.SINKS), recent)
     shift = recent - kept if ir.word(group, rec.SINKS) else 0
     near = ir.word(step, rec.QKV) + t * ir.word(step, rec.QKV_WIDTH) * 4
@@ -137,12 +137,40 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
                     if plane:
                         run, out = ir.word(functions, rec.ACCUMULATE), parts + head * gap
                         ir.call_14(
-                            run, read, some, out, gap, scores, line, rows, count, stride, dim, at_once, each, size, ahead
+                            run,
+                            read,
+                            some,
+                            out,
+                            gap,
+                            scores,
+                            line,
+                            rows,
+                            count,
+                            stride,
+                            dim,
+                            at_once,
+                            each,
+                            size,
+                            ahead,
                         )
                     else:
                         run, q = ir.word(functions, rec.SCORE), query + head * dim * 4
                         ir.call_14(
-                            run, read, some, scores, line, q, rows, count, stride, dim, scalars, at_once, each, size, ahead
+                            run,
+                            read,
+                            some,
+                            scores,
+                            line,
+                            q,
+                            rows,
+                            count,
+                            stride,
+                            dim,
+                            scalars,
+                            at_once,
+                            each,
+                            size,
+                            ahead,
                         )
             index += count
         if plane == 0:

@@ -14,7 +14,7 @@ import numpy as np
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
 from kernels.cpu.activations import norm, normed, quantise_row
-from kernels.cpu.attention import score_rows, accumulate_rows, attend, attention, combined
+from kernels.cpu.attention import accumulate_rows, attend, attention, combined, score_rows
 from kernels.cpu.compile import compiled
 from kernels.cpu.product import gated, product, task_count
 from kernels.cpu.store import angles, store

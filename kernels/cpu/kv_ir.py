@@ -6,7 +6,8 @@ float32 before they are used, once for all query heads that share them. `dim` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +21,8 @@ from kernels.cpu.ir import (
     I32,
     I64,
     V8,
+    WIDE,
+    WIDTH,
     Value,
     constant,
     emits,
@@ -30,7 +33,6 @@ from kernels.cpu.ir import (
     prefetch_line,
     splat,
     store,
-    sum_of,
     variable,
 )
 
@@ -42,24 +44,59 @@ GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
 
 
-def _load_kv(b: Any, address: Value, kind: int) -> Value:
+def _load_kv(b: Any, address: Value, kind: int, count: int = 8) -> Value:
+    """`count` numbers of a row, as float32."""
+    floats, ints = ir.VectorType(F32, count), ir.VectorType(I32, count)
     if kind == FP32:
-        return load(b, address, V8)
+        return load(b, address, floats)
     if kind == FP16:
-        return b.fpext(load(b, address, ir.VectorType(F16, 8)), V8)
-    return b.bitcast(b.shl(b.zext(load(b, address, ir.VectorType(I16, 8)), INTS), constant(16, INTS)), V8)
+        return b.fpext(load(b, address, ir.VectorType(F16, count)), floats)
+    upper = b.zext(load(b, address, ir.VectorType(I16, count)), ints)
+    return b.bitcast(b.shl(upper, constant(16, ints)), floats)
+
+
+def _padded(b: Any, eight: Value) -> Value:
+    """A vector of 8 in one of WIDTH, whose other lanes are 0."""
+    return b.shuffle_vector(eight, constant(0.0, V8), ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH))))
 
 
 def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
-    """The sum of each of four vectors of 8, as a vector of 4, in the order of `sum_of`."""
+    """The sum of each of four vectors, as a vector of 4: neighbours first, then fours, then these from both ends."""
+    count = vectors[0].type.count
 
     def neighbours(x: Value, y: Value) -> Value:
-        lanes = [ir.Constant(INTS, [base + i for base in (0, 8, 4, 12) for i in (odd, odd + 2)]) for odd in (0, 1)]
+        lanes = [
+            ir.Constant(
+                ir.VectorType(I32, count),
+                [base + i for four in range(0, count, 4) for base in (four, count + four) for i in (odd, odd + 2)],
+            )
+            for odd in (0, 1)
+        ]
         return b.fadd(*(b.shuffle_vector(x, y, lane) for lane in lanes))
 
-    both = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
-    halves = [ir.Constant(ir.VectorType(I32, 4), [first + i for i in range(4)]) for first in (0, 4)]
-    return b.fadd(*(b.shuffle_vector(both, both, half) for half in halves))
+    total = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
+    while total.type.count > 4:
+        half = total.type.count // 2
+        lanes = [ir.Constant(ir.VectorType(I32, half), [first + i for i in range(half)]) for first in (0, half)]
+        total = b.fadd(*(b.shuffle_vector(total, total, lane) for lane in lanes))
+    return total
+
+
+@contextmanager
+def _parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Value]:
+    """A loop over the channels of a row, so many at a time, as far as these go; `beyond` what a loop of so many at a
+    time has done. Gives the first channel."""
+    first = ir.Constant(I64, 0) if not beyond else b.sub(dim, b.urem(dim, ir.Constant(I64, beyond)))
+    count = b.udiv(b.sub(dim, first), ir.Constant(I64, width))
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        yield b.add(first, b.mul(loop.index, ir.Constant(I64, width)))
+
+
+@contextmanager
+def _rest(b: Any, dim: Value) -> Iterator[Value]:
+    """The eight channels that are left where a row is no multiple of WIDTH."""
+    with _parts(b, dim, 8, WIDTH) as channel:
+        yield channel
 
 
 def _bring(b: Any, address: Value, size: int) -> None:
@@ -143,21 +180,25 @@ def _scores(
     size = SIZES[kind]
 
     def some(first: Value, number: int) -> list[list[Value]]:
-        totals = [[variable(b, constant(0.0, V8)) for _ in range(number)] for _ in range(heads)]
+        totals = [[variable(b, constant(0.0, WIDE)) for _ in range(number)] for _ in range(heads)]
         for total in (total for row in totals for total in row):
-            b.store(constant(0.0, V8), total)
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            queries = [
-                load(b, plus(b, plus(b, q, part.index, 32), b.mul(dim, ir.Constant(I64, 4 * g))), V8)
-                for g in range(heads)
-            ]
-            for i in range(number):
-                key = b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride))
-                value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
-                for g in range(heads):
-                    b.store(fma(b, queries[g], value, b.load(totals[g][i])), totals[g][i])
-            read = b.add(b.mul(first, dim), b.mul(part.index, ir.Constant(I64, 8 * number)))
-            _bring(b, plus(b, ahead, read, size), 8 * number * size)
+            b.store(constant(0.0, WIDE), total)
+        places = [b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride)) for i in range(number)]
+        rows = [plus(b, q, b.mul(dim, ir.Constant(I64, g)), 4) for g in range(heads)]
+
+        def add(channel: Value, load_query: Any, load_key: Any) -> None:
+            queries = [load_query(plus(b, row, channel, 4)) for row in rows]
+            for i, place in enumerate(places):
+                key = load_key(plus(b, place, channel, size))
+                for g, query in enumerate(queries):
+                    b.store(fma(b, query, key, b.load(totals[g][i])), totals[g][i])
+
+        with _parts(b, dim, WIDTH) as channel:
+            add(channel, lambda at: load(b, at, WIDE), lambda at: _load_kv(b, at, kind, WIDTH))
+            read = b.add(b.mul(first, dim), b.mul(channel, ir.Constant(I64, number)))
+            _bring(b, plus(b, ahead, read, size), WIDTH * number * size)
+        with _rest(b, dim) as channel:
+            add(channel, lambda at: _padded(b, load(b, at, V8)), lambda at: _padded(b, _load_kv(b, at, kind)))
         return [[b.load(total) for total in row] for row in totals]
 
     fours = b.lshr(count, ir.Constant(I64, 2))
@@ -170,7 +211,8 @@ def _scores(
     with cgutils.for_range(b, rest, intp=I64) as loop:
         index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
         for g, row in enumerate(some(index, 1)):
-            value = b.fmul(sum_of(b, row[0]), scale)
+            sums = b.fmul(_sums_of_four(b, row * 4), splat(b, scale, 4))
+            value = b.extract_element(sums, ir.Constant(I32, 0))
             store(b, value, plus(b, plus(b, out, index, 4), b.mul(line, ir.Constant(I64, g))))
 
 
@@ -190,33 +232,34 @@ def _accumulate(
 ) -> None:
     size = SIZES[kind]
 
-    def eights(first: Value, number: int) -> None:
-        """Sums of one eight of channels wait for each other, those of several do not."""
-        own = [b.add(first, ir.Constant(I64, i)) for i in range(number)]
-        places = [[b.add(plus(b, out, i, 32), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
-        totals = [[variable(b, constant(0.0, V8)) for _ in own] for _ in range(heads)]
+    def columns(channel: Value, number: int, width: int) -> None:
+        """`number` vectors of `width` sums: those of one vector wait for each other, those of several do not."""
+        lanes = ir.VectorType(F32, width)
+        own = [b.add(channel, ir.Constant(I64, width * i)) for i in range(number)]
+        places = [[b.add(plus(b, out, i, 4), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
+        totals = [[variable(b, constant(0.0, lanes)) for _ in own] for _ in range(heads)]
         pairs = [pair for g in range(heads) for pair in zip(places[g], totals[g], strict=True)]
         for place, total in pairs:
-            b.store(load(b, place, V8), total)
+            b.store(load(b, place, lanes), total)
         with cgutils.for_range(b, count, intp=I64) as loop:
             row = b.add(rows, b.mul(loop.index, stride))
-            value = [_load_kv(b, plus(b, row, i, 8 * size), kind) for i in own]
+            values = [_load_kv(b, plus(b, row, i, size), kind, width) for i in own]
             for g in range(heads):
                 at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
-                weight = splat(b, load(b, at, F32), 8)
-                for i, total in enumerate(totals[g]):
-                    b.store(fma(b, weight, value[i], b.load(total)), total)
-            read = b.add(b.mul(b.mul(first, ir.Constant(I64, 8)), count), b.mul(loop.index, ir.Constant(I64, 8 * number)))
-            _bring(b, plus(b, ahead, read, size), 8 * number * size)
+                weight = splat(b, load(b, at, F32), width)
+                for value, total in zip(values, totals[g], strict=True):
+                    b.store(fma(b, weight, value, b.load(total)), total)
+            read = b.add(b.mul(channel, count), b.mul(loop.index, ir.Constant(I64, width * number)))
+            _bring(b, plus(b, ahead, read, size), width * number * size)
         for place, total in pairs:
             store(b, b.load(total), place)
 
-    fours = b.lshr(dim, ir.Constant(I64, 5))
-    with cgutils.for_range(b, fours, intp=I64) as part:
-        eights(b.shl(part.index, ir.Constant(I64, 2)), 4)
-    rest = b.and_(b.lshr(dim, ir.Constant(I64, 3)), ir.Constant(I64, 3))
-    with cgutils.for_range(b, rest, intp=I64) as part:
-        eights(b.add(b.shl(fours, ir.Constant(I64, 2)), part.index), 1)
+    with _parts(b, dim, 4 * WIDTH) as channel:
+        columns(channel, 4, WIDTH)
+    with _parts(b, dim, WIDTH, 4 * WIDTH) as channel:
+        columns(channel, 1, WIDTH)
+    with _rest(b, dim) as channel:
+        columns(channel, 1, 8)
 
 
 def _widen(kind: int) -> Any:
@@ -225,8 +268,8 @@ def _widen(kind: int) -> Any:
     @emits("iiii")
     def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
         """A row as float32."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            store(b, _load_kv(b, plus(b, row, part.index, 8 * size), kind), plus(b, out, part.index, 32))
+        with _parts(b, dim) as part:
+            store(b, _load_kv(b, plus(b, row, part, size), kind), plus(b, out, part, 4))
 
     return widen
 
@@ -246,20 +289,15 @@ def _save(kind: int) -> Any:
     @emits("iii")
     def save(b: Any, out: Value, values: Value, dim: Value) -> None:
         """float32 `values` into a cache row."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            value = load(b, plus(b, values, part.index, 32), V8)
+        with _parts(b, dim) as part:
+            value = load(b, plus(b, values, part, 4), V8)
             if kind == FP16:
                 value = b.fptrunc(value, ir.VectorType(F16, 8))
             elif kind == BF16:
                 value = _round_bf16(b, value)
-            store(b, value, plus(b, out, part.index, 8 * size))
+            store(b, value, plus(b, out, part, size))
 
     return save
-
-
-def _parts(b: Any, dim: Value) -> Any:
-    """A loop over the eights of a row."""
-    return cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64)
 
 
 def _rounded(b: Any, value: Value) -> Value:
@@ -274,7 +312,7 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     b.store(constant(0.0, V8), most)
     for row in (key, value):
         with _parts(b, dim) as part:
-            size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part.index, 32), V8))
+            size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part, 4), V8))
             b.store(llvm_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
     largest = llvm_call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
     scale = b.fdiv(largest, ir.Constant(F32, 127.0))
@@ -283,23 +321,23 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     divisor = splat(b, b.select(empty, ir.Constant(F32, 1.0), scale), 8)
     for row, out in ((key, key_out), (value, value_out)):
         with _parts(b, dim) as part:
-            code = _rounded(b, b.fdiv(load(b, plus(b, row, part.index, 32), V8), divisor))
-            store(b, b.trunc(code, BYTES), plus(b, out, part.index, 8))
+            code = _rounded(b, b.fdiv(load(b, plus(b, row, part, 4), V8), divisor))
+            store(b, b.trunc(code, BYTES), plus(b, out, part))
 
 
 @emits("iiii")
 def unpack_int8(b: Any, out: Value, row: Value, scale: Value, dim: Value) -> None:
     factor = splat(b, load(b, scale, F32), 8)
     with _parts(b, dim) as part:
-        code = b.sitofp(b.sext(load(b, plus(b, row, part.index, 8), BYTES), INTS), V8)
-        store(b, b.fmul(code, factor), plus(b, out, part.index, 32))
+        code = b.sitofp(b.sext(load(b, plus(b, row, part), BYTES), INTS), V8)
+        store(b, b.fmul(code, factor), plus(b, out, part, 4))
 
 
 @emits("iii")
 def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
     """e4m3, saturating; halves to even. Below 2**-6 codes are whole multiples of 2**-9."""
     with _parts(b, dim) as part:
-        value = load(b, plus(b, values, part.index, 32), V8)
+        value = load(b, plus(b, values, part, 4), V8)
         sign = b.and_(b.lshr(b.bitcast(value, INTS), constant(24, INTS)), constant(0x80, INTS))
         size = llvm_call(b, "llvm.fabs.v8f32", V8, value)
         bits = b.bitcast(llvm_call(b, "llvm.minnum.v8f32", V8, size, constant(448.0, V8)), INTS)
@@ -309,20 +347,20 @@ def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
         small = b.fcmp_ordered("<", size, constant(2.0**-6, V8))
         code = b.select(small, _rounded(b, b.fmul(size, constant(512.0, V8))), normal)
         code = b.select(b.fcmp_unordered("uno", value, value), constant(0x7F, INTS), code)
-        store(b, b.trunc(b.or_(code, sign), BYTES), plus(b, out, part.index, 8))
+        store(b, b.trunc(b.or_(code, sign), BYTES), plus(b, out, part))
 
 
 @emits("iiii")
 def unpack_fp8(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
     """The code's exponent and mantissa stand where float32 has them; 2**120 makes up for the other bias."""
     with _parts(b, dim) as part:
-        code = b.zext(load(b, plus(b, row, part.index, 8), BYTES), INTS)
+        code = b.zext(load(b, plus(b, row, part), BYTES), INTS)
         sign = b.shl(b.and_(code, constant(0x80, INTS)), constant(24, INTS))
         size = b.and_(code, constant(0x7F, INTS))
         value = b.fmul(b.bitcast(b.shl(size, constant(20, INTS)), V8), constant(2.0**120, V8))
         nan = b.icmp_unsigned("==", size, constant(0x7F, INTS))
         bits = b.select(nan, constant(0x7FC00000, INTS), b.or_(b.bitcast(value, INTS), sign))
-        store(b, b.bitcast(bits, V8), plus(b, out, part.index, 32))
+        store(b, b.bitcast(bits, V8), plus(b, out, part, 4))
 
 
 def _eights(b: Any, dim: Value, group: Value) -> Value:

@@ -37,7 +37,20 @@ LAYER_WORDS = K_NORM + 1
 (LAYERS, LAYER_RECORDS, HIDDEN, HEADS, KV_HEADS, DIM, SCALARS, INV_FREQ, NORM, FUNCTIONS, MODEL_WORDS) = range(11)
 
 # FUNCTIONS: addresses of the kernels that others call.
-(QUANTISE_ROW, NORM_ROW, NORMED, PRODUCT, GATED, STORE, ATTENTION, ATTEND, ATTEND_TILE, COMBINED_ROWS, SCORE, ACCUMULATE) = range(12)
+(
+    QUANTISE_ROW,
+    NORM_ROW,
+    NORMED,
+    PRODUCT,
+    GATED,
+    STORE,
+    ATTENTION,
+    ATTEND,
+    ATTEND_TILE,
+    COMBINED_ROWS,
+    SCORE,
+    ACCUMULATE,
+) = range(12)
 FUNCTION_WORDS = 12
 
 # A step of TOKENS tokens. float32: X [TOKENS, hidden] the residual stream, QKV, ATTENDED_OUT [TOKENS, heads, dim],
@@ -67,8 +80,13 @@ GROUP, STORE_INDEX, OWNER, PLACE_WORDS = range(4)
 
 
 @register_jitable
+def padded_to(count: int, multiple: int) -> int:
+    return (count + multiple - 1) // multiple * multiple
+
+
+@register_jitable
 def padded(columns: int) -> int:
-    return (columns + 31) // 32 * 32
+    return padded_to(columns, 32)
 
 
 @register_jitable

@@ -14,7 +14,7 @@ from kernels.cpu.compile import compiled
 
 @compiled("float32(int64, int64)")
 def _finite(values: int, count: int) -> float:
-    whole = count // 8 * 8
+    whole = count // ir.WIDTH * ir.WIDTH
     found = ir.zero_or_nan(values, whole)
     for i in range(whole, count):
         found += ir.get(values, i) * np.float32(0.0)
@@ -24,7 +24,7 @@ def _finite(values: int, count: int) -> float:
 @compiled("void(int64, int64, int64, int64)")
 def _survey(values: int, count: int, chosen: int, out: int) -> None:
     """out float32 [4]: as `ir.survey`, then the value of `chosen` less the largest."""
-    whole = count // 8 * 8
+    whole = count // ir.WIDTH * ir.WIDTH
     largest, mine = tile_ir.largest(values, whole), ir.get(values, chosen)
     for i in range(whole, count):
         largest = max(largest, ir.get(values, i))

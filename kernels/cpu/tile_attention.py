@@ -109,7 +109,7 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
     Scratch: sums of values, those of a split, scores, keys or values, queries, pairs of the sums and of the split."""
     model, group, positions = ir.word(step, rec.MODEL), layer_group(step, layer), ir.word(step, rec.POSITIONS)
     each, dim = ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
-    rows, wide, scale = count * each, (dim + 15) // 16 * 16, ir.get(ir.word(model, rec.SCALARS), 2)
+    rows, wide, scale = count * each, rec.padded_to(dim, tile_ir.COLUMNS), ir.get(ir.word(model, rec.SCALARS), 2)
     tall, gap, line = (rows + 5) // 6 * 6, (wide + rec.PAD) * 4, (rec.SPLIT + rec.PAD) * 4
     part = scratch + tall * gap
     scores = part + tall * gap
@@ -122,13 +122,15 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
     all_from, all_to = recent_start(group, end - 1), ir.word(positions, first) + 1
     for base in range(start // rec.SPLIT * rec.SPLIT, end, rec.SPLIT):
         low, high = max(base, start), min(base + rec.SPLIT, end)
-        whole = (high - base + 7) // 8 * 8
+        whole = rec.padded_to(high - base, ir.WIDTH)
         for key in range(low, high, rec.TILE_KEYS):
             found = min(rec.TILE_KEYS, high - key)
             _gather(step, layer, first, 0, kv, key, found, kept, gap)
             for r in range(0, rows, kv_ir.MAX_HEADS):
                 some, own = min(rows - r, kv_ir.MAX_HEADS), scores + r * line + (key - base) * 4
-                kv_ir.scores(kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale, 1, 0, 0, kept)
+                kv_ir.scores(
+                    kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale, 1, 0, 0, kept
+                )
         for r in range(rows):
             own = scores + r * line
             if base < all_from or base + whole > all_to:
