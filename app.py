@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION, EngineConfig, check_window
@@ -287,6 +288,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     )
     start = Start(server, engine, url_of(opened), not options.no_browser)
     end_replies_first(server, chat)
+    end_at_once_when_asked_again(server)
     start.begin()
     # From here on a signal is the server's; when it has ended it raises the signal again, which must not end us early.
     on_signals(lambda *_: None)
@@ -343,6 +345,19 @@ def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
         await shutdown(sockets)
 
     server.shutdown = end_then_shutdown  # type: ignore[method-assign]
+
+
+def end_at_once_when_asked_again(server: uvicorn.Server) -> None:
+    """A second SIGINT does not wait for what the first one began. What is on disk stays whole, as after a crash."""
+    handle_exit = server.handle_exit
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if server.should_exit and number == signal.SIGINT:
+            os.write(2, b"Interrupted again, so KVScope ends at once; the newest text and caches are not stored.\n")
+            os._exit(130)
+        handle_exit(number, frame)
+
+    server.handle_exit = handle  # type: ignore[method-assign]
 
 
 def finish(start: Start, chat: ChatService) -> NoReturn:
