@@ -26,6 +26,7 @@ from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.window import BlockPlace
 from engine.loader import EngineParts
 from engine.miss import find_miss
@@ -37,7 +38,7 @@ from engine.restore import Restorer, audit_tolerance
 from engine.sampling.sampler import SampledLogprob, SamplingState
 from engine.sampling.step import Drawn, StepTokens
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Sequence, common_prefix_len
+from engine.sequence import Sequence
 from engine.speculation import Speculation
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from engine.errors import KVScopeError
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import (
     Event,
     Failed,
@@ -19,7 +20,7 @@ from engine.protocol import (
 )
 from engine.sampling.prompt_lookup import PromptLookup
 from engine.sampling.sampler import SamplingState
-from engine.sequence import Sequence, common_prefix_len
+from engine.sequence import Sequence
 from engine.stats import TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 

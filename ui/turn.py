@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from engine.errors import KVScopeError
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import Event, EventStream, Failed, Finished, TokenDelta, TokenMeasure, TurnStats
-from engine.sequence import common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)

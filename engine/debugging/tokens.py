@@ -13,12 +13,12 @@ from engine.debugging.scratch import logits_behind
 from engine.errors import InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.origin import Origin
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.loader import EngineParts
 from engine.protocol import TokenQuery
 from engine.sampling.measure import measure
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence as EngineSequence
-from engine.sequence import common_prefix_len
 from engine.step_loop import StepLoop
 
 MAX_COUNT = 256

@@ -22,6 +22,7 @@ from engine.errors import (
     Stopped,
 )
 from engine.frozen_text import check_text, name_of, prefix_ids
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.prompt import effective_max_tokens
 from engine.protocol import (
     DiagnoseQuery,
@@ -95,8 +96,8 @@ class FakeEngine:
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
         """The longest prefix that any session has in its cache, whole blocks of another one's."""
-        own = _common(self.caches.get(session_id, ()), prompt_ids)
-        shared = max((_common(ids, prompt_ids) // BLOCK * BLOCK for ids in self.caches.values()), default=0)
+        own = common_prefix_len(self.caches.get(session_id, ()), prompt_ids)
+        shared = max((common_prefix_len(ids, prompt_ids) // BLOCK * BLOCK for ids in self.caches.values()), default=0)
         return max(min(max(own, shared), len(prompt_ids) - 1), 0)
 
     def release(self, session_id: str) -> None:
@@ -105,7 +106,7 @@ class FakeEngine:
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         cached = list(self.caches.get(session_id, ()))
-        self.caches[new_session_id] = cached[: _common(cached, token_ids)]
+        self.caches[new_session_id] = cached[: common_prefix_len(cached, token_ids)]
 
     def snapshot(self, session_id: str) -> dict[str, Any]:
         self._check()
@@ -366,12 +367,3 @@ def wait_until(condition: Any, timeout_s: float = 5.0) -> bool:
             return True
         time.sleep(0.01)
     return bool(condition())
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
