@@ -70,8 +70,8 @@ class LocalEngine(DebuggingCalls):
             raise
         looked = TimedSpan("restore" if brought else "prepare", submitted, time.perf_counter())
         request = replace(request, before=(*request.before, looked))
-        stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
-        self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
+        stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.turns.cancel(request.request_id)))
+        self._post(lambda: lane.turns.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:

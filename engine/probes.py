@@ -48,7 +48,7 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
         "blocks": blocks,
-        "beams": loop.beams(session_id),
+        "beams": loop.turns.beams(session_id),
         "refused": None,
         "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_ignored_naming_the_field(
         expected = first_turn(engine)
     if not options:
         real = fingerprints.fingerprint
-        monkeypatch.setattr("engine.step_loop.fingerprint", lambda parts: {**real(parts), field: "another"})
+        monkeypatch.setattr("engine.lane.fingerprint", lambda parts: {**real(parts), field: "another"})
     with caplog.at_level(logging.WARNING), engine_over(tmp_path, **options) as engine:
         [record] = caplog.records
         assert f"The snapshot's {field} is " in record.getMessage() and frozen["name"] in record.getMessage()

@@ -384,7 +384,7 @@ def test_every_other_field_of_the_fingerprint_counts(tmp_path: Path, field: str,
         turn(engine, A, PROMPT)
         assert field in saved(engine, A)["fingerprint"]
     real = fingerprints.fingerprint
-    monkeypatch.setattr("engine.step_loop.fingerprint", lambda parts: {**real(parts), field: "another"})
+    monkeypatch.setattr("engine.lane.fingerprint", lambda parts: {**real(parts), field: "another"})
     with engine_over(tmp_path, **options) as engine:
         assert engine.restore(A) == 0 and f"The snapshot's {field} is " in engine.inspect(A)["refused"]
 

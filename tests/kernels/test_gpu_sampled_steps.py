@@ -52,7 +52,7 @@ class Replies:
 
     def start(self, prompt: tuple[int, ...], params: SamplingParams, session_id: str | None = None) -> None:
         stream = QueueStream("", lambda: None)
-        self.loop.start(GenerateRequest(prompt, params, session_id), stream, lambda: None, time.perf_counter())
+        self.loop.turns.start(GenerateRequest(prompt, params, session_id), stream, lambda: None, time.perf_counter())
         self.streams.append(stream)
 
     @torch.inference_mode()
