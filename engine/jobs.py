@@ -14,6 +14,11 @@ Slices = Generator[None, None, T]
 """Work that hands the thread back at each `yield`; its result is what it returns."""
 
 
+def never() -> bool:
+    """For work that is not stopped by hand."""
+    return False
+
+
 class Run(Generic[T]):
     """One pass over slices; `result` is there when it is over."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine import ledger, probes
 from engine.config import EngineConfig
-from engine.debugging_calls import DebuggingCalls, check_ids
+from engine.debugging.calls import DebuggingCalls, check_ids
 from engine.errors import ConfigError, Conflict, ContextOverflow, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.debugging.protocol import PrecisionQuery
 from engine.errors import InvalidRequest, NonFiniteValues
 from engine.jobs import Slices
 from engine.kv_cache.cache import KVCache
@@ -23,7 +24,6 @@ from engine.kv_cache.calibration import (
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
-from engine.protocol import PrecisionQuery
 from engine.replay import Replay, scratch_blocks
 from engine.sampling.params import check_whole
 from kernels.kv_format import FP32, KV_FORMATS

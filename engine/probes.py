@@ -8,6 +8,7 @@ from math import isfinite, nan
 from typing import Any
 
 from engine.debugging.invariants import invariants
+from engine.debugging.protocol import ProbeQuery
 from engine.debugging.records import block_contents
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_pool import NULL_BLOCK
@@ -15,7 +16,6 @@ from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.window import BlockPlace
 from engine.ledger import used_bytes
 from engine.loader import EngineParts
-from engine.protocol import ProbeQuery
 from engine.sequence import Sequence
 from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop

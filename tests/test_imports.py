@@ -33,6 +33,7 @@ CONTROL = (
     "engine/kv_cache/sequence_state.py",
     "engine/kv_cache/integrity.py",
     "engine/kv_cache/compaction.py",
+    "engine/debugging/protocol.py",
     "engine/debugging/records.py",
     "engine/debugging/timeline.py",
     "engine/debugging/trace_events.py",

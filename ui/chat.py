@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from engine.debugging.protocol import PrecisionQuery
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
 from engine.local import LocalEngine
 from engine.prompt import effective_max_tokens
-from engine.protocol import ChatMessage, GenerateRequest, PrecisionQuery, TimedSpan
+from engine.protocol import ChatMessage, GenerateRequest, TimedSpan
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import fresh_seed

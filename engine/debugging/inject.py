@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.debugging.faults import KINDS, rotate
+from engine.debugging.protocol import FaultRequest
 from engine.debugging.quarantine import own_blocks
 from engine.debugging.rows import StoredRows, is_held, read_rows, write_rows
 from engine.debugging.scratch import computed
@@ -18,7 +19,6 @@ from engine.jobs import Slices
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import FaultRequest
 from engine.sequence import Sequence, Status
 
 DEFAULT_AMOUNT = {"shift": 1.0, "wrong_position": 1.0, "scale": 2.0, "overwrite": 1.0}

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.debugging.protocol import MapQuery
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.spec import KVCacheSpec
 from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import MapQuery
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence
 

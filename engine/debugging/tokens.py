@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.debugging.protocol import TokenQuery
 from engine.debugging.replays import KeptAs, check_room, follow
 from engine.debugging.scratch import logits_behind
 from engine.errors import InvalidRequest
@@ -16,7 +17,6 @@ from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import TokenQuery
 from engine.sampling.measure import measure
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence as EngineSequence

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.debugging.maps import CachedIds
+from engine.debugging.protocol import ValueQuery
 from engine.debugging.replays import check_room
 from engine.debugging.rows import is_held
 from engine.errors import Conflict, InvalidRequest
@@ -16,7 +17,6 @@ from engine.jobs import Slices
 from engine.kv_cache.spec import KVCacheSpec
 from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import ValueQuery
 from engine.replay import Replay
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence

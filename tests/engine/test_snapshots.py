@@ -20,9 +20,10 @@ import torch
 
 from engine import fingerprint as fingerprints
 from engine import snapshots
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from engine.kv_cache.durable import write_durably
-from engine.protocol import Finished, GenerateRequest, ProbeQuery
+from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.support.chats import BLOCK, finished, tiny_chat
 from tests.support.engines import RecordingEngine, run, tiny_engine

@@ -154,7 +154,7 @@ def set_chunk(engine, chunk: int) -> None:
 
 
 def benchmark_query(layer: int):
-    from engine.protocol import ProbeQuery
+    from engine.debugging.protocol import ProbeQuery
 
     return ProbeQuery("k", layer, 0, 0, 10, 4)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import EngineStopped
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import (
@@ -19,7 +20,6 @@ from engine.protocol import (
     Loop,
     Miss,
     PrefillProgress,
-    ProbeQuery,
     Prompt,
     Span,
     TokenDelta,

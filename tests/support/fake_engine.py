@@ -8,6 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.debugging.protocol import (
+    DiagnoseQuery,
+    FaultRequest,
+    MapQuery,
+    PrecisionQuery,
+    ProbeQuery,
+    TokenQuery,
+    ValueQuery,
+)
 from engine.debugging.timeline import TurnTrace
 from engine.debugging.tokens import check_query
 from engine.debugging.trace_events import trace_events
@@ -22,25 +31,10 @@ from engine.errors import (
     Stopped,
 )
 from engine.frozen_text import check_text, name_of, prefix_ids
+from engine.jobs import never
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.prompt import effective_max_tokens
-from engine.protocol import (
-    DiagnoseQuery,
-    Event,
-    Failed,
-    FaultRequest,
-    Finished,
-    GenerateRequest,
-    MapQuery,
-    PrecisionQuery,
-    PrefillProgress,
-    ProbeQuery,
-    TokenDelta,
-    TokenLogprob,
-    TokenQuery,
-    ValueQuery,
-    never,
-)
+from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
 from engine.stats import EngineMetrics, TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 from tests.support.tiny_tokenizer import chat_tokenizer

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.debugging.protocol import FaultRequest
 from engine.errors import InvalidRequest
-from engine.protocol import FaultRequest
 from ui.api.bodies import Json, checked_uuid, optional, read_object, required_text
 from ui.api.inspection import known_session
 from ui.api.waiting import while_connected
