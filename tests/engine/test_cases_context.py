@@ -38,7 +38,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers(tmp_path, system, messa
     with tiny_chat(tmp_path, context=256) as chat:
         session = chat.store.create(system_prompt=system).id
         rendered = len(system) + len(message)
-        for act in (chat.service.send, chat.service.preview):
+        for act in (chat.service.send, chat.service.prices.preview):
             with pytest.raises(ContextOverflow) as refused:
                 act(session, message)
             numbers = [int(word.strip(",;")) for word in str(refused.value).split() if word.strip(",;").isdigit()]

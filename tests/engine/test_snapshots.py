@@ -597,7 +597,7 @@ def test_the_chat_keeps_its_cache_over_a_restart(tmp_path: Path) -> None:
         last = chat.say(session, "And then?").stats
     with tiny_chat(tmp_path, **options) as chat:
         assert chat.engine.inspect(session)["cache_pos"] == last.cache_pos > 450
-        assert chat.service.preview(session, "Go on").reused_tokens >= last.cache_pos
+        assert chat.service.prices.preview(session, "Go on").reused_tokens >= last.cache_pos
         turn_ = chat.service.send(session, "Go on", GREEDY)
         stats = finished(turn_).stats
         assert stats.reused_tokens >= last.cache_pos - BLOCK and stats.miss is None
