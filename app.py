@@ -220,7 +220,7 @@ def main() -> int:
         config = engine_config(options)
         check_window(config)
         if options.plan:
-            from engine.model_plan import plan_model
+            from engine.memory.model_plan import plan_model
 
             print(plan_model(config))
             return 0

@@ -9,16 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from engine import ledger, probes
+from engine import probes
 from engine.config import EngineConfig
 from engine.debugging.calls import DebuggingCalls, check_ids
 from engine.errors import ConfigError, Conflict, ContextOverflow, InvalidRequest, NotFound
 from engine.frozen import FrozenPrefixes
 from engine.frozen_text import check_text, name_of, prefix_ids
-from engine.held_arrays import held_ranges
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
-from engine.memory_watch import Holdings, MemoryWatch
-from engine.process_memory import Range
+from engine.memory import ledger
+from engine.memory.held_arrays import held_ranges
+from engine.memory.process import Range
+from engine.memory.watch import Holdings, MemoryWatch
 from engine.protocol import Failed, GenerateRequest, TimedSpan
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams

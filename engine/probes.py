@@ -14,8 +14,8 @@ from engine.errors import InvalidRequest
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.window import BlockPlace
-from engine.ledger import used_bytes
 from engine.loader import EngineParts
+from engine.memory.ledger import used_bytes
 from engine.sequence import Sequence
 from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop

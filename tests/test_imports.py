@@ -20,7 +20,7 @@ CONTROL = (
     "engine/scheduler.py",
     "engine/sequence.py",
     "engine/prompt.py",
-    "engine/memory_plan.py",
+    "engine/memory/plan.py",
     "engine/sampling/params.py",
     "engine/sampling/beam.py",
     "engine/kv_cache/block_pool.py",

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
-from engine.memory_plan import kv_bytes, kv_bytes_per_token
+from engine.memory.plan import kv_bytes, kv_bytes_per_token
 from kernels.kv_format import KV_FORMATS
 from tests.support.chats import BLOCK, GREEDY, TinyChat, finished, tiny_chat
 from ui.api.routes import build_api

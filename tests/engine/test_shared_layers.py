@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.debugging.protocol import FaultRequest
 from engine.errors import ConfigError, ModelFileError
 from engine.loader import assemble
-from engine.model_plan import PlannedWeights, plan_model, planned_weights
+from engine.memory.model_plan import PlannedWeights, plan_model, planned_weights
 from engine.models.gemma3n import config_from_gemma3n, kv_owners
 from engine.models.layers import pick_format
 from engine.models.registry import load_model, read_config

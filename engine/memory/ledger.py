@@ -1,6 +1,6 @@
 """The memory ledger: where the bytes are, for `GET /api/memory` and the panel.
 
-What the process holds, in parts that are measured one by one, is told by `engine.memory_watch`.
+What the process holds, in parts that are measured one by one, is told by `engine.memory.watch`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import process_memory
 from engine.errors import KVScopeError
-from engine.held_arrays import held_ranges
 from engine.lane import Lane
-from engine.process_memory import Mapping, Range
+from engine.memory import process as process_memory
+from engine.memory.held_arrays import held_ranges
+from engine.memory.process import Mapping, Range
 
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
 FRESH_S = 4.0
