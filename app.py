@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION, EngineConfig, check_window
 from engine.errors import ConfigError, KVScopeError
-from engine.frozen_text import read_text
 from engine.prepare import prepare
+from engine.tiers.frozen_text import read_text
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
 from ui.network import is_loopback, open_socket, own_names, url_of

@@ -13,8 +13,6 @@ from torch import Tensor
 from engine.debugging.invariants import InvariantLights
 from engine.debugging.records import Records
 from engine.debugging.timeline import Timeline
-from engine.fingerprint import fingerprint
-from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import StateCheckpoints
 from engine.kv_cache.compaction import empty_slots
@@ -24,9 +22,11 @@ from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.window import BlockPlace
 from engine.loader import EngineParts
 from engine.model_runner import ModelRunner
-from engine.restore import Restorer, audit_tolerance
 from engine.scheduler import Scheduler
 from engine.stats import EngineMetrics
+from engine.tiers.fingerprint import fingerprint
+from engine.tiers.keeper import SessionKeeper
+from engine.tiers.restore import Restorer, audit_tolerance
 
 
 @dataclass(frozen=True, slots=True)

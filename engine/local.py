@@ -13,8 +13,6 @@ from engine import probes
 from engine.config import EngineConfig
 from engine.debugging.calls import DebuggingCalls, check_ids
 from engine.errors import ConfigError, Conflict, ContextOverflow, InvalidRequest, NotFound
-from engine.frozen import FrozenPrefixes
-from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
 from engine.memory import ledger
 from engine.memory.held_arrays import held_ranges
@@ -23,8 +21,10 @@ from engine.memory.watch import Holdings, MemoryWatch
 from engine.protocol import Failed, GenerateRequest, TimedSpan
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
-from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
+from engine.tiers.frozen import FrozenPrefixes
+from engine.tiers.frozen_text import check_text, name_of, prefix_ids
+from engine.tiers.snapshots import Snapshots
 from engine.tokenizer import ChatTokenizer
 from engine.turn import QueueStream
 from kernels.kv_format import KV_FORMATS

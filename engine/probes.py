@@ -17,8 +17,8 @@ from engine.kv_cache.window import BlockPlace
 from engine.loader import EngineParts
 from engine.memory.ledger import used_bytes
 from engine.sequence import Sequence
-from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
+from engine.tiers.snapshots import Snapshots
 
 MAX_PROBE_POSITIONS = 4096
 RATIO_TOKENS = 16

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine import fingerprint as fingerprints
 from engine.errors import ContextOverflow, InvalidRequest, NotFound, StorageFailed
-from engine.frozen_text import prefix_ids
 from engine.protocol import ChatMessage, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.tiers import fingerprint as fingerprints
+from engine.tiers.frozen_text import prefix_ids
 from engine.tokenizer import ChatTokenizer
 from tests.support.chats import BLOCK, tiny_chat
 from tests.support.engines import RecordingEngine, run, tiny_engine

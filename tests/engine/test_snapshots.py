@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import fingerprint as fingerprints
-from engine import snapshots
 from engine.debugging.protocol import ProbeQuery
 from engine.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from engine.kv_cache.durable import write_durably
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.tiers import fingerprint as fingerprints
+from engine.tiers import snapshots
 from tests.support.chats import BLOCK, finished, tiny_chat
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from tests.support.fake_engine import wait_until
@@ -250,7 +250,7 @@ def test_a_killed_app_has_what_the_last_turn_left(tmp_path: Path) -> None:
 
 
 def test_a_busy_engine_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.keeper.BUSY_WAIT_S", 0.0)
+    monkeypatch.setattr("engine.tiers.keeper.BUSY_WAIT_S", 0.0)
     with engine_over(tmp_path) as engine:
         endless = engine.generate(
             GenerateRequest(PROMPT[:5], SamplingParams(max_tokens=480, ignore_eos=True, seed=1), B)
@@ -465,7 +465,7 @@ def test_a_state_that_verifies_and_cannot_be_is_refused_with_its_blocks(
     tmp_path: Path, kind: str, state, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, engine_over(tmp_path, kind=kind) as engine:
-        patch.setattr("engine.keeper.SessionKeeper._state", state)
+        patch.setattr("engine.tiers.keeper.SessionKeeper._state", state)
         turn(engine, A, PROMPT)
     with engine_over(tmp_path, kind=kind) as engine:
         if (kind, state) == ("mamba2", none_at_all):

@@ -30,12 +30,12 @@ from engine.errors import (
     NotFound,
     Stopped,
 )
-from engine.frozen_text import check_text, name_of, prefix_ids
 from engine.jobs import never
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.prompt import effective_max_tokens
 from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
 from engine.stats import EngineMetrics, TurnMeter
+from engine.tiers.frozen_text import check_text, name_of, prefix_ids
 from engine.tokenizer.detokenizer import Detokenizer
 from tests.support.tiny_tokenizer import chat_tokenizer
 

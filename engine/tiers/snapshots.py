@@ -16,7 +16,7 @@ from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.kv_cache.snapshot_writer import SnapshotWriter
 from engine.lane import Lane
-from engine.restore import NoRoom, audit_blocks
+from engine.tiers.restore import NoRoom, audit_blocks
 
 MOST_BYTES = 8 * 2**30
 DISK_SHARE = 0.25

@@ -17,7 +17,7 @@ from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.lane import ExportedBlocks, Lane
-from engine.restore import NoRoom, audit_blocks
+from engine.tiers.restore import NoRoom, audit_blocks
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}-[0-9a-f]{8}")
 WORTH_LOADING = 0.5
