@@ -26,7 +26,7 @@ from engine.tiers.frozen import FrozenPrefixes
 from engine.tiers.frozen_text import check_text, name_of, prefix_ids
 from engine.tiers.snapshots import Snapshots
 from engine.tokenizer import ChatTokenizer
-from engine.turn import QueueStream
+from engine.turns.turn import QueueStream
 from kernels.kv_format import KV_FORMATS
 
 LAST_WRITES_S = 20.0

@@ -119,7 +119,7 @@ class TurnStats:
 
     `loop` is the last loop that was found in the reply so far.
     `violation`: the first invariant of the cache that did not hold during the turn, as a sentence.
-    `drafted_tokens` were guessed and run ahead, `accepted_tokens` of them came true (`engine.speculation`).
+    `drafted_tokens` were guessed and run ahead, `accepted_tokens` of them came true (`engine.turns.speculation`).
     """
 
     session_id: str | None

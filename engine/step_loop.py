@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from engine.beam_turn import BeamTurn
 from engine.debugging.timeline import TurnTrace
 from engine.errors import EngineStopped, KVScopeError, NonFiniteValues
 from engine.jobs import Jobs
@@ -18,14 +17,15 @@ from engine.lane import Lane
 from engine.loader import EngineParts
 from engine.models.decoder import StepAbandoned
 from engine.protocol import TokenLogprob
-from engine.running_turns import RunningTurns
 from engine.sampling.sampler import SampledLogprob
 from engine.sampling.step import Drawn, StepTokens
 from engine.scheduler import ScheduledBatch
 from engine.sequence import Sequence
-from engine.speculation import Speculation
 from engine.stats import TurnMeter
-from engine.turn import ActiveTurn
+from engine.turns.beam_turn import BeamTurn
+from engine.turns.running import RunningTurns
+from engine.turns.speculation import Speculation
+from engine.turns.turn import ActiveTurn
 
 Taken = tuple[Sequence, list[Drawn]]
 """What was sampled for a sequence: one token, and one more for each draft that came true."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.beam_turn import BeamTurn
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, NonFiniteValues
 from engine.kv_cache.spec import KVCacheSpec
@@ -20,7 +19,8 @@ from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerLimits
 from engine.step_loop import StepLoop
-from engine.turn import QueueStream
+from engine.turns.beam_turn import BeamTurn
+from engine.turns.turn import QueueStream
 from kernels.kv_format import KV_FORMATS
 from tests.support.engines import loaded_model, run, tiny_engine
 from tests.support.tiny_tokenizer import chat_tokenizer

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from engine import precision, replay
+from engine import replay
+from engine.debugging import precision
 from engine.debugging.protocol import PrecisionQuery
 from engine.errors import ContextOverflow, EngineStopped, InvalidRequest
 from engine.jobs import Jobs, run_through

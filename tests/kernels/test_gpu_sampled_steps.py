@@ -19,7 +19,7 @@ from engine.models.registry import load_model
 from engine.protocol import Event, Failed, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.step_loop import StepLoop
-from engine.turn import QueueStream
+from engine.turns.turn import QueueStream
 from kernels.gpu import tuning
 from kernels.registry import OPS
 from tests.support.engines import tiny_parts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import InvalidRequest, NotFound
-from engine.miss import THINKING_STRIPPED
+from engine.turns.miss import THINKING_STRIPPED
 from sessions.models import TurnRecord
 from tests.support.chats import TinyChat, finished, tiny_chat
 from tests.support.tiny_tokenizer import QWEN3

@@ -18,7 +18,7 @@ from engine.sequence import Sequence
 from engine.stats import TurnMeter
 from engine.tokenizer import ChatTokenizer
 from engine.tokenizer.detokenizer import Detokenizer
-from engine.turn import ActiveTurn, QueueStream
+from engine.turns.turn import ActiveTurn, QueueStream
 
 Top = SequenceOf[tuple[int, float]]
 """(token id, log probability) of the likeliest tokens after a beam."""

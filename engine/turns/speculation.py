@@ -14,7 +14,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling.prompt_lookup import NO_GUESS, Guess, PromptLookup
 from engine.sampling.step_costs import StepCosts
 from engine.scheduler import ScheduledBatch, ScheduledItem
-from engine.turn import ActiveTurn
+from engine.turns.turn import ActiveTurn
 
 MOST_DRAFTS = 7
 """Of one reply in a step: eight rows are two tiles on a processor, and the most that a card multiplies like one."""

@@ -6,22 +6,22 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.beam_turn import BeamTurn, scoring_params
 from engine.debugging.invariants import Violation
 from engine.debugging.loops import LoopDetector, word_test
 from engine.debugging.timeline import TurnTrace
 from engine.errors import EngineStopped, KVScopeError
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.lane import Lane
-from engine.miss import find_miss
 from engine.prompt import effective_max_tokens
 from engine.protocol import Failed, Finished, GenerateRequest, TimedSpan
 from engine.sampling.sampler import SamplingState
 from engine.sequence import Sequence
-from engine.speculation import Speculation
 from engine.stats import TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
-from engine.turn import ActiveTurn, QueueStream
+from engine.turns.beam_turn import BeamTurn, scoring_params
+from engine.turns.miss import find_miss
+from engine.turns.speculation import Speculation
+from engine.turns.turn import ActiveTurn, QueueStream
 
 
 class RunningTurns:
