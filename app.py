@@ -212,7 +212,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def main() -> int:
     """Run until a signal; the exit code."""
-    on_signals(lambda *_: sys.exit(0))
+    on_signals(end_cleanly)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         options = make_parser().parse_args()
@@ -236,6 +236,18 @@ def main() -> int:
 def on_signals(handler: Callable[..., object]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
+
+
+def end_cleanly(*_: object) -> NoReturn:
+    """What is being fetched is put away; who asks again does not wait for that."""
+    signal.signal(signal.SIGINT, end_at_once)
+    sys.exit(0)
+
+
+def end_at_once(*_: object) -> NoReturn:
+    """What is on disk stays whole, as after a crash."""
+    os.write(2, b"Interrupted again: KVScope ends at once, and what was not yet stored is lost.\n")
+    os._exit(130)
 
 
 def freeze(path: Path, config: EngineConfig) -> str:
@@ -348,13 +360,12 @@ def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
 
 
 def end_at_once_when_asked_again(server: uvicorn.Server) -> None:
-    """A second SIGINT does not wait for what the first one began. What is on disk stays whole, as after a crash."""
+    """A second SIGINT does not wait for what the first one began."""
     handle_exit = server.handle_exit
 
     def handle(number: int, frame: FrameType | None) -> None:
         if server.should_exit and number == signal.SIGINT:
-            os.write(2, b"Interrupted again, so KVScope ends at once; the newest text and caches are not stored.\n")
-            os._exit(130)
+            end_at_once()
         handle_exit(number, frame)
 
     server.handle_exit = handle  # type: ignore[method-assign]

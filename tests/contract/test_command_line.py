@@ -243,7 +243,7 @@ def test_a_killed_app_goes_on_with_the_cache_it_had_and_a_signal_ends_it_in_mid_
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_second_interrupt_ends_the_app_at_once_in_one_line(tmp_path, model):
     """It was the server's traceback, and the exit code that of a clean end."""
-    line = "Interrupted again, so KVScope ends at once; the newest text and caches are not stored.\n"
+    line = "Interrupted again: KVScope ends at once, and what was not yet stored is lost.\n"
     with started(tmp_path / "data", "--model", model, last_word=line) as (process, url):
         session = ask(url, "POST", "/api/sessions")["id"]
         ask(url, "POST", f"/api/sessions/{session}/messages", {"content": "Hello", "params": {"max_tokens": 4}})
