@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import memory_watch, process_memory
 from engine.errors import EngineBusy
-from engine.held_arrays import held_ranges
-from engine.ledger import card_parts
-from engine.memory_watch import Holdings, MemoryWatch, measure
+from engine.memory import process as process_memory
+from engine.memory import watch as memory_watch
+from engine.memory.held_arrays import held_ranges
+from engine.memory.ledger import card_parts
+from engine.memory.watch import Holdings, MemoryWatch, measure
 from tests.support.engines import tiny_engine
 from tests.support.fake_engine import wait_until
 

@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from engine.local import LocalEngine
-from engine.memory_watch import measure
+from engine.memory.watch import measure
 from engine.protocol import GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.support.engines import run, tiny_engine
