@@ -33,56 +33,39 @@ def _hide_around(line: int, first: int, last: int, count: int) -> None:
         ir.put(line, i, MINUS_INFINITY)
 
 
-@compiled("int64(int64, int64, int64, int64, int64, int64)")
-def _start_of(step: int, store_index: int, plane: int, kv: int, table: int, place: int) -> int:
-    """Where K or V of the position at `place` in a table lies."""
+@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _read_next(step: int, store_index: int, plane: int, kv: int, table: int, place: int, first: int, left: int) -> int:
+    """Where the rows lie that are read after those before `place`: in the next block, or, with nothing `left` in this
+    plane, the first values. A guess: at worst something else is brought near."""
     block_size = ir.word(step, rec.BLOCK_SIZE)
+    if left == 0:
+        place, plane = first, 1
     row = key_place(step, store_index, kv, ir.word32(table, place // block_size), place % block_size)
     return row + plane * plane_bytes(step)
 
 
-@by_address(14)
+@by_address(10)
 def score_rows(
-    kind: int,
-    heads: int,
-    out: int,
-    line: int,
-    q: int,
-    keys: int,
-    count: int,
-    stride: int,
-    dim: int,
-    scalars: int,
-    kv_heads: int,
-    each: int,
-    gap: int,
-    ahead: int,
+    step: int, kind: int, heads: int, out: int, q: int, rows: int, count: int, stride: int, kv_heads: int, ahead: int
 ) -> int:
-    """`kv_ir.scores` as a function of its own: inside a large one its sums would not all stay in registers."""
-    scale = ir.get(scalars, 2)
-    kv_ir.scores(kind, heads, out, line, q, keys, count, stride, dim, scale, kv_heads, each, gap, ahead)
+    """`kv_ir.scores` of a split as a function of its own: inside a large one its sums would not stay in registers."""
+    model, line = ir.word(step, rec.MODEL), rec.SPLIT * 4
+    dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
+    size, scale = ir.word(step, rec.HEAD_BYTES), ir.get(ir.word(model, rec.SCALARS), 2)
+    kv_ir.scores(kind, heads, out, line, q, rows, count, stride, dim, scale, kv_heads, each, size, ahead)
     return 0
 
 
-@by_address(14)
+@by_address(10)
 def accumulate_rows(
-    kind: int,
-    heads: int,
-    out: int,
-    out_line: int,
-    weights: int,
-    line: int,
-    rows: int,
-    count: int,
-    stride: int,
-    dim: int,
-    kv_heads: int,
-    each: int,
-    gap: int,
+    step: int, kind: int, heads: int, out: int, weights: int, rows: int, count: int, stride: int, kv_heads: int,
     ahead: int,
-) -> int:
+) -> int:  # fmt: skip
     """`kv_ir.accumulate`, likewise."""
-    kv_ir.accumulate(kind, heads, out, out_line, weights, line, rows, count, stride, dim, kv_heads, each, gap, ahead)
+    model, line, size = ir.word(step, rec.MODEL), rec.SPLIT * 4, ir.word(step, rec.HEAD_BYTES)
+    dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
+    gap = ir.word(step, rec.SPLITS) * (dim + 2) * 4
+    kv_ir.accumulate(kind, heads, out, gap, weights, line, rows, count, stride, dim, kv_heads, each, size, ahead)
     return 0
 
 
@@ -93,8 +76,7 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     Keys beyond the window are sinks, which have queries of their own. Scratch: scores, then unpacked rows."""
     model, kind, block_size = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND), ir.word(step, rec.BLOCK_SIZE)
     dim, splits, heads = ir.word(model, rec.DIM), ir.word(step, rec.SPLITS), ir.word(model, rec.HEADS)
-    kv_heads = ir.word(model, rec.KV_HEADS)
-    each, group = heads // kv_heads, layer_group(step, layer)
+    each, group = heads // ir.word(model, rec.KV_HEADS), layer_group(step, layer)
     store_index = ir.word(layer_place(step, layer), rec.STORE_INDEX)
     table = ir.word(group, rec.TABLES) + ir.word(ir.word(step, rec.SEQUENCES), t) * ir.word(group, rec.TABLE_WIDTH) * 4
     position = ir.word(ir.word(step, rec.POSITIONS), t)
@@ -108,13 +90,11 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     gap, line = splits * (dim + 2) * 4, rec.SPLIT * 4
     parts = ir.word(step, rec.PARTS) + ir.word(ir.word(step, rec.PART_ROWS), t) * heads * gap
     parts += (split - first // rec.SPLIT) * (dim + 2) * 4
-    scalars, functions = ir.word(model, rec.SCALARS), ir.word(model, rec.FUNCTIONS)
-    unpacked, packed = scratch + (last_kv - first_kv) * each * line, kind > kv_ir.BF16
+    functions, packed = ir.word(model, rec.FUNCTIONS), kind > kv_ir.BF16
+    ahead = unpacked = scratch + (last_kv - first_kv) * each * line
     most = rec.UNPACKED_ROWS if packed else block_size
-    size = ir.word(step, rec.HEAD_BYTES)
-    stride = dim * 4 if packed else kv_heads * size
+    stride = dim * 4 if packed else ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
     read, at_once = (kv_ir.FP32, 1) if packed else (kind, last_kv - first_kv)
-    first_place = start if start < kept else start + shift
     for plane in range(2):
         index = start
         while index < end:
@@ -123,55 +103,20 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
                 place, stop, query = index, min(end, kept), far
             offset, block = place % block_size, ir.word32(table, place // block_size)
             count = min(block_size - offset, stop - index, most)
+            if not packed:
+                left = end - index - count
+                ahead = _read_next(step, store_index, plane, first_kv, table, place + count, start + shift, left)
             for kv in range(first_kv, last_kv, at_once):
                 rows = _rows(step, store_index, plane, kv, block, offset, count, unpacked)
-                ahead = rows
-                if at_once == kv_heads and stop == end:
-                    if index + count < end:
-                        ahead = _start_of(step, store_index, plane, first_kv, table, place + count)
-                    elif plane == 0:
-                        ahead = _start_of(step, store_index, 1, first_kv, table, first_place)
                 own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - base) * 4
                 for g in range(0, each, kv_ir.MAX_HEADS):
                     some, head, scores = min(each - g, kv_ir.MAX_HEADS), kv * each + g, own + g * line
                     if plane:
                         run, out = ir.word(functions, rec.ACCUMULATE), parts + head * gap
-                        ir.call_14(
-                            run,
-                            read,
-                            some,
-                            out,
-                            gap,
-                            scores,
-                            line,
-                            rows,
-                            count,
-                            stride,
-                            dim,
-                            at_once,
-                            each,
-                            size,
-                            ahead,
-                        )
+                        ir.call_10(run, step, read, some, out, scores, rows, count, stride, at_once, ahead)
                     else:
                         run, q = ir.word(functions, rec.SCORE), query + head * dim * 4
-                        ir.call_14(
-                            run,
-                            read,
-                            some,
-                            scores,
-                            line,
-                            q,
-                            rows,
-                            count,
-                            stride,
-                            dim,
-                            scalars,
-                            at_once,
-                            each,
-                            size,
-                            ahead,
-                        )
+                        ir.call_10(run, step, read, some, scores, q, rows, count, stride, at_once, ahead)
             index += count
         if plane == 0:
             for head in range(first_kv * each, last_kv * each):

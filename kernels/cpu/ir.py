@@ -236,4 +236,4 @@ def _call(arguments: int) -> Any:
     return call
 
 
-call_4, call_5, call_6, call_7, call_8, call_9, call_14 = (_call(n) for n in (4, 5, 6, 7, 8, 9, 14))
+call_4, call_5, call_6, call_7, call_8, call_9, call_10 = (_call(n) for n in range(4, 11))

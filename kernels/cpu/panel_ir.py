@@ -52,7 +52,7 @@ AHEAD = 2048  # bytes of weights that are asked for before they are needed; a pr
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 _AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
 _FEATURES = llvmlite.binding.get_host_cpu_features()
-_VNNI = _AVX2 and bool(_FEATURES.get("avxvnni") or (_FEATURES.get("avx512vnni") and _FEATURES.get("avx512vl")))
+HAS_VNNI = _AVX2 and bool(_FEATURES.get("avxvnni") or (_FEATURES.get("avx512vnni") and _FEATURES.get("avx512vl")))
 
 
 def _pair_sums(b: Any, products: Value) -> Value:
@@ -85,7 +85,7 @@ def _add_pairs(b: Any, total: Value | None, unsigned: Value, signed: Value) -> V
 
 def _add_dots(b: Any, total: Value | None, unsigned: Value, signed: Value) -> Value:
     """int32 [8] += products of uint8 and int8, summed by fours."""
-    if _VNNI:
+    if HAS_VNNI:
         parts = (b.bitcast(unsigned, INTS), b.bitcast(signed, INTS))
         return llvm_call(b, "llvm.x86.avx512.vpdpbusd.256", INTS, total or constant(0, INTS), *parts)
     part = _sum_words(b, _dot_bytes(b, unsigned, signed))
@@ -116,7 +116,7 @@ def _four_columns(b: Any, codes: Value, step: int) -> Value:
 
 def _nibble_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
     """int32 [8] per token: 8 * 2 * 15 * 127 fits int16, so without VNNI a block is summed there."""
-    add = _add_dots if _VNNI else _add_pairs
+    add = _add_dots if HAS_VNNI else _add_pairs
     low: list[Value | None] = [None] * len(xs)
     high: list[Value | None] = [None] * len(xs)
     for step in range(STEPS // 2):
@@ -126,7 +126,7 @@ def _nibble_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
             for t, x in enumerate(xs):
                 totals[t] = add(b, totals[t], weights, _four_columns(b, x, at))
     sums = [b.add(*pair) for pair in zip(low, high, strict=True)]
-    return sums if _VNNI else [_sum_words(b, total) for total in sums]
+    return sums if HAS_VNNI else [_sum_words(b, total) for total in sums]
 
 
 def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
