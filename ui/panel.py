@@ -21,6 +21,8 @@ from ui import view_models
 from ui.chat import ChatService
 
 PROBE_POSITIONS = 10
+OF_SESSION = ("kv_format", "bytes_per_token", "max_seq_len")
+"""Facts of the model that a chat with a KV format of its own has other values of."""
 READ_EVERY_S = 0.3
 IDLE_READ_EVERY_S = 1.5
 STALE_AFTER_S = 5.0
@@ -125,7 +127,9 @@ class PanelSource:
             query = ProbeQuery(selection.tensor, layer, head, start, PROBE_POSITIONS)
             return view_models.probe_rows(engine.probe(selection.session_id or "", query))
 
+        own = {name: report[name] for name in OF_SESSION}
         return reading | {
+            "model": view_models.model_section({**capabilities, **own}),
             "turn": self._turn(selection.session_id, capabilities),
             "cache": view_models.cache_section(report),
             "audit": view_models.audit_section(report["audit"]),

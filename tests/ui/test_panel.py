@@ -124,6 +124,18 @@ def test_a_recurrent_model_shows_its_state_and_what_keys_it_has(tmp_path, kind, 
         assert ("formula" in panel["model"]) == blocks
 
 
+def test_a_chat_with_a_kv_format_of_its_own_shows_what_it_takes_there(tmp_path):
+    """The panel told the app's format and bytes per token of every chat."""
+    with tiny_chat(tmp_path, kv_format="fp16") as chat:
+        session = chat.store.create(params={"kv_format": "fp32"}).id
+        chat.service.send(session, "Hello there, how are you?").wait(2**62, timeout_s=60)
+        panel = PanelSource(chat.service).read(Selection(session))
+        assert panel["model"]["kv_format"] == "fp32"
+        assert panel["model"]["bytes_per_token"] == 2 * chat.engine.capabilities()["bytes_per_token"]
+        assert panel["model"]["formula"] == "2 × 2 layers × 2 KV heads × 16 × 4 B"
+        assert panel["cache"]["bytes_used"] == panel["cache"]["cache_pos"] * panel["model"]["bytes_per_token"] > 0
+
+
 def test_readings_arrive_during_a_reply_without_the_chat(page):
     for number in range(4):
         page.send(f"Earlier {number}")
