@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from engine.config import EngineConfig
 from engine.kv_cache import calibration
@@ -89,6 +90,38 @@ def test_balance_changes_no_score(hard, evenness):
     torch.testing.assert_close(
         read, replay.cache.read_tokens(replay.sequence.block_tables, 0, 100), atol=1e-4, rtol=1e-5
     )
+
+
+def random_model(folder: Path) -> DecoderModel:
+    """As `transformers` draws its weights; two channels of each key 50 times as large as drawn."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 271, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).float().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for channel in (1, 5):
+                layer.self_attn.k_proj.weight[channel :: layer.self_attn.head_dim] *= 50.0
+    return load_model(save_safetensors(model, folder), CPU, "float32")
+
+
+LIMITS = {"int8": (0.02, 0.97), "fp8": (0.05, 0.95), "int4": (0.3, 0.0)}
+"""Mean KL divergence and top-1 agreement that C10 allows."""
+
+
+def test_a_random_model_with_large_key_channels_is_within_all_limits(tmp_path):
+    """256 positions of 300, teacher-forced, against an fp16 cache; balanced on other ids than those.
+
+    The qwen2 above is not asked for the same likeliest tokens: all of its weights matter, and its two likeliest tokens
+    are so close that rounding V alone to 8 bits, behind exact keys, changes 2 to 4 % of them.
+    """
+    model = random_model(tmp_path)
+    half = Replay(model, empty_cache(model, "fp16").spec, 300).extend(IDS, logits=256)
+    for kv_format, (most_kl, least_agreement) in LIMITS.items():
+        cache = empty_cache(model, kv_format)
+        calibrate(model, cache, list(reversed(IDS))[:128])
+        loss = precision_loss(half, Replay(model, cache.spec, 300, cache.balance).extend(IDS, logits=256))
+        assert loss.mean_kl <= most_kl and loss.top1_agreement >= least_agreement, (kv_format, loss)
 
 
 def longest_run(ids: list[int]) -> int:
