@@ -268,15 +268,15 @@ class LocalEngine(DebuggingCalls):
         return lane
 
     def _lane_of_stored(self, snapshots: Snapshots, session_id: str, wanted: bool) -> StepLoop | None:
-        """The lane of a session, else the one that its snapshot fits. If nobody has asked for that format yet and the
-        session is `wanted` now, that lane is made if it is what the session asks for, else it is the engine's own.
-        If it is not wanted, None: its next turn will say."""
+        """The lane of a session, else the one that its snapshot fits, made if need be where the session asks for that
+        format. If there is none, the engine's own for a session that is `wanted` now, else None: its next turn will
+        say."""
         lanes = self._all()
         stored = None if lanes.format_of(session_id) else snapshots.kv_format(session_id)
         if stored is None or stored not in KV_FORMATS:
             return lanes.of(session_id)
         lane = lanes.find(stored)
-        if lane is None and wanted and self.asked_format(session_id) == stored:
+        if lane is None and self.asked_format(session_id) == stored:
             # Where it can't be made, the engine's own will refuse the snapshot, naming what differs.
             with suppress(ConfigError, InvalidRequest):
                 lane = self._open_lane(stored)

@@ -121,9 +121,10 @@ def test_a_session_stays_in_its_format_over_a_restart(tmp_path: Path) -> None:
         assert third.stats.reused_tokens == 0 and "KV format" in str(engine.inspect(A)["refused"] or "KV format")
 
 
-@pytest.mark.parametrize("act", ["restore", "audit", "inject", "snapshot", "repair"])
+@pytest.mark.parametrize("act", ["look", "price", "restore", "audit", "inject", "snapshot", "repair"])
 def test_after_a_restart_a_session_is_used_in_its_own_format_before_its_first_turn(tmp_path: Path, act: str) -> None:
-    """Its snapshot was refused in the engine's own format, and its blocks computed again."""
+    """Its snapshot was refused in the engine's own format, and its blocks computed again; who only looked saw an empty
+    cache of that format, and the price of a whole prompt."""
     with engine_over(tmp_path) as engine:
         first = turn(engine, A, PROMPT, "int8")
         cached = first.stats.cache_pos
@@ -131,7 +132,12 @@ def test_after_a_restart_a_session_is_used_in_its_own_format_before_its_first_tu
     with engine_over(tmp_path, fault_injection=True) as engine:
         engine.asked_format = {A: "int8"}.get
         assert list(engine.memory()["formats"]) == ["fp32"]
-        if act == "restore":
+        if act == "look":
+            report = engine.inspect(A)
+            assert (report["kv_format"], report["cache_pos"], report["away"]) == ("int8", cached, None)
+        elif act == "price":
+            assert engine.cached_prefix(A, (*PROMPT, *first.token_ids, 7)) == cached
+        elif act == "restore":
             assert engine.restore(A) == cached
         elif act == "audit":
             assert (engine.audit(A)["verdict"], engine.audit(A)["checked_tokens"]) == ("clean", cached)
