@@ -36,6 +36,7 @@ TINY = setting.Setting(
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(config: EngineConfig) -> LocalEngine:
         options = {"kv_format": "fp16", "ram_limit": config.ram_limit, "snapshot_limit": config.snapshot_limit}
+        options |= {"window": config.window, "sinks": config.sinks}
         budget = {} if config.kv_budget is None else {"kv_budget": config.kv_budget}
         return LocalEngine(*tiny_parts(data_dir=config.data_dir, block_size=16, **options, **budget))
 
@@ -92,4 +93,8 @@ def test_a_chat_past_its_window_takes_what_the_window_takes() -> None:
     # A window of 64 and 4 sinks are in 6 blocks of 16; two more windows are kept to go back to.
     assert found["constant"] and found["last_bytes"] <= (6 + 2 * 5 + 2) * block < found["without_window_bytes"] / 3
     assert [row["tokens"] for row in found["memory"]] == [199, 399, 599, 799, 999, 1199]
+    narrower, per_token = found["narrower"], 2 * 2 * 2 * 16 * 2  # two layers, two KV heads of 16 in fp16
+    assert narrower["expected_bytes"] == (256 - 64) * per_token
+    # Beside its window a session keeps an eighth of it, at most 32 tokens, and windows end within blocks.
+    assert narrower["saved_bytes"] == pytest.approx(narrower["expected_bytes"] + 16 * per_token, abs=32 * per_token)
     assert {len(values) for values in found["perplexity"].values()} == {6} and len(found["perplexity"]) == 3
