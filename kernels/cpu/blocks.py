@@ -157,5 +157,5 @@ def _product(matrix: BlockMatrix, x: Tensor, record: Words) -> Tensor:
         scratch.strides[0],
     )
     if tokens:
-        team().run(project, 2, (job.ctypes.data,), (job, record, matrix, x, rows, out, scratch))
+        team().run(project, 2, (job.ctypes.data, 0, 0), (job, record, matrix, x, rows, out, scratch))
     return out

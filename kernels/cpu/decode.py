@@ -15,7 +15,7 @@ from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
 from kernels.cpu.activations import norm, normed, quantise_row
 from kernels.cpu.attention import accumulate_rows, attend, attention, combined, score_rows
-from kernels.cpu.compile import compiled
+from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.ends import embed, finish_step
 from kernels.cpu.product import gated, product, task_count
 from kernels.cpu.store import angles, store
@@ -83,8 +83,8 @@ def _mlp_layer(sync: int, phase: int, step: int, layer: int, scratch: int) -> No
     wait(sync, own, ir.call_9(ir.word(functions, rec.PRODUCT), sync, own, down, act, tokens, work, x, hidden, 1))
 
 
-@compiled("void(int64, int64, int64, int64, int64)")
-def decode(sync: int, step: int, first: int, last: int, thread: int) -> None:
+@by_address(5)
+def decode(sync: int, step: int, first: int, last: int, thread: int) -> int:
     """Layers first:last over X; before the first of all X is made, after the last of all OUT and LOGITS are."""
     model = ir.word(step, rec.MODEL)
     scratch = ir.word(step, rec.SCRATCH) + thread * ir.word(step, rec.SCRATCH_BYTES)
@@ -99,3 +99,4 @@ def decode(sync: int, step: int, first: int, last: int, thread: int) -> None:
             _mlp_layer(sync, phase, step, layer, scratch)
     if last == ir.word(model, rec.LAYERS):
         finish_step(sync, step, scratch)
+    return 0

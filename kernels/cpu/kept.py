@@ -60,7 +60,7 @@ def compile_ahead() -> None:
         return
     with suppress(OSError):
         _child = subprocess.Popen(
-            [sys.executable, "-c", "from kernels.cpu import decode, kept, row_measures; kept.mark_complete()"],
+            [sys.executable, "-c", "from kernels.cpu import decode, kept, row_measures, teamwork; kept.mark_complete()"],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
