@@ -9,30 +9,12 @@ does not depend on other sequences in the batch.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.activations import norm, normed, quantise_row
-from kernels.cpu.attention import attend, attention, combined
 from kernels.cpu.compile import compiled
-from kernels.cpu.product import gated, product, task_count
-from kernels.cpu.store import angles, store
+from kernels.cpu.product import task_count
+from kernels.cpu.store import angles
 from kernels.cpu.tickets import finished, wait
-from kernels.cpu.tile_attention import attend_tile
-
-FUNCTIONS = np.zeros(rec.FUNCTION_WORDS, np.int64)
-"""What `rec.FUNCTIONS` points to."""
-FUNCTIONS[rec.QUANTISE_ROW] = quantise_row.address
-FUNCTIONS[rec.NORM_ROW] = norm.address
-FUNCTIONS[rec.NORMED] = normed.address
-FUNCTIONS[rec.PRODUCT] = product.address
-FUNCTIONS[rec.GATED] = gated.address
-FUNCTIONS[rec.STORE] = store.address
-FUNCTIONS[rec.ATTENTION] = attention.address
-FUNCTIONS[rec.ATTEND] = attend.address
-FUNCTIONS[rec.ATTEND_TILE] = attend_tile.address
-FUNCTIONS[rec.COMBINED_ROWS] = combined.address
 
 
 @compiled("void(int64, int64, int64, int64, int64)")
@@ -80,7 +62,7 @@ def _mlp_layer(sync: int, phase: int, step: int, layer: int, scratch: int) -> No
     wait(sync, own, ir.call_9(ir.word(functions, rec.PRODUCT), sync, own, down, act, tokens, work, x, hidden, 1))
 
 
-@compiled("void(int64, int64, int64, int64, int64)")
+@compiled("void(int64, int64, int64, int64, int64)", from_python=True)
 def decode(sync: int, step: int, first: int, last: int, thread: int) -> None:
     """Layers first:last over X; after the last of all, thread 0 puts the last norm into OUT."""
     model = ir.word(step, rec.MODEL)

@@ -115,7 +115,7 @@ def gated(sync: int, phase: int, gate: int, up: int, x: int, tokens: int, scratc
     return total
 
 
-@compiled("void(int64, int64, int64)")
+@compiled("void(int64, int64, int64)", from_python=True)
 def project(sync: int, job: int, thread: int) -> None:
     """out [tokens, rows] = x [tokens, columns] · matrixᵀ, as a record of `rec.JOB_WORDS` says."""
     matrix, tokens, columns = ir.word(job, rec.JOB_MATRIX), ir.word(job, rec.JOB_TOKENS), ir.word(job, rec.JOB_COLUMNS)
