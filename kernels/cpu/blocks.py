@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu import ir as cpu_ir
 from kernels.cpu import records as rec
-from kernels.cpu.decode import FUNCTIONS
+from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.product import dots, project
 from kernels.cpu.team import team

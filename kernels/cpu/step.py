@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.cpu import kv_ir
 from kernels.cpu import records as rec
 from kernels.cpu.blocks import BlockLinear, BlockMatrix, Words
-from kernels.cpu.decode import FUNCTIONS, decode
+from kernels.cpu.decode import decode
+from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.items import Items, group_records, plan_items
 from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.team import team

@@ -58,7 +58,7 @@ else:
         return 0
 
 
-@compiled("void(int64)")
+@compiled("void(int64)", from_python=True)
 def take(box: int) -> None:
     """Wait for a job and do it."""
     _sleep(box)
@@ -73,14 +73,14 @@ def take(box: int) -> None:
     ir.fetch_add(box + LEFT * 8, 1)
 
 
-@compiled("void(int64)")
+@compiled("void(int64)", from_python=True)
 def serve(box: int) -> None:
     """A thread's life."""
     while True:
         take(box)
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64)")
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)", from_python=True)
 def lead(boxes: int, count: int, kernel: int, sync: int, a: int, b: int, c: int) -> None:
     """Share a call of `kernel` with `count` threads, and do it as thread 0."""
     for i in range(count):
