@@ -225,11 +225,11 @@ class DecoderModel:
     ) -> tuple[Tensor, Tensor]:
         """`hidden_states` of every token, and logits as `forward`, in one call where the layers' kernels go so far."""
         fused = self._fused
-        if fused is None or not fused.fits or not fused.has_head:
+        if fused is None or fused.with_logits is None or not (fused.fits and fused.has_head):
             hidden = self.hidden_states(token_ids, cache, meta, states, abandoned)
             return hidden, self.head(hidden[meta.logit_rows])
         tokens = self._entering(token_ids, fused)
-        hidden, logits = fused.with_logits(tokens, cache, meta, lambda: _go_on(abandoned))
+        hidden, logits = fused.with_logits(tokens, cache, meta, meta.logit_rows, lambda: _go_on(abandoned))
         return hidden, self._capped(logits)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
         norms = _norms(layer)
         layers.append(cpu_step.LayerParts(qkv, o, gate_up, down, *norms))
     embedding, head = weights.embedding, weights.head
-    own_rows = isinstance(embedding, BlockEmbedding) and config.embedding_scale == 1.0
+    own_rows = embedding.matrix if isinstance(embedding, BlockEmbedding) and config.embedding_scale == 1.0 else None
     return cpu_step.FusedLayers(
         layers,
         weights.norm,
@@ -57,7 +57,7 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
         eps=config.rms_norm_eps,
         rope_scale=weights.ropes[0].scale,
         scale=config.attention_scale,
-        embedding=embedding.matrix if own_rows else None,
+        embedding=own_rows,
         head=head if isinstance(head, cpu_step.BlockLinear) and len(head.parts) == 1 else None,
     )
 

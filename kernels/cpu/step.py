@@ -143,14 +143,19 @@ class FusedLayers:
         return self._run(tokens, store, meta, between, None)
 
     def with_logits(
-        self, tokens: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None
+        self, tokens: Tensor, store: PagedStore, meta: BatchMetadata, rows: Tensor, between: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
-        """As the call, and logits float32 [N, vocabulary] of `meta.logit_rows`; only if `has_head`."""
-        logits = torch.empty(len(meta.logit_rows), self._vocabulary)
-        return self._run(tokens, store, meta, between, logits), logits
+        """As the call, and logits float32 [N, vocabulary] of the tokens at int64 rows [N]; only if `has_head`."""
+        logits = torch.empty(len(rows), self._vocabulary)
+        return self._run(tokens, store, meta, between, (rows, logits)), logits
 
     def _run(
-        self, tokens: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None], logits: Tensor | None
+        self,
+        tokens: Tensor,
+        store: PagedStore,
+        meta: BatchMetadata,
+        between: Callable[[], None],
+        wanted: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         count, layers = len(tokens), len(self._layers)
         items = plan_items(meta, store, self._heads // self._group, self._group)
@@ -160,15 +165,16 @@ class FusedLayers:
             step[rec.TOKEN_IDS] = tokens.data_ptr()
         else:
             buffers.x[:count] = tokens.numpy()
-        if logits is not None:
-            step[rec.LOGITS : rec.STEP_WORDS] = logits.data_ptr(), meta.logit_rows.data_ptr(), len(logits)
+        if wanted is not None:
+            rows, logits = wanted
+            step[rec.LOGITS : rec.STEP_WORDS] = logits.data_ptr(), rows.data_ptr(), len(rows)
         at_once = max(1, layers if count <= FEW_TOKENS else TOKEN_LAYERS // count)
         for first in range(0, layers, at_once):
             if first:
                 between()
             last = min(first + at_once, layers)
             phases = rec.END_PHASES + (last - first) * rec.PHASES
-            team().run(decode, phases, (step.ctypes.data, first, last), (alive, tokens, logits))
+            team().run(decode, phases, (step.ctypes.data, first, last), (alive, tokens, wanted))
         return torch.from_numpy(buffers.out[:count].copy())
 
     def _record(

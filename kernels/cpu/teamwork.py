@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from numba.core import types
 
@@ -24,9 +25,9 @@ WAKES = os.name == "posix"
 """Whether mailboxes wake their threads themselves; elsewhere Python writes to the pipe, and reads from it."""
 
 if WAKES:
-    _read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
-    _write = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
-    _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+    _read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
+    _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
+    _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
     _WALL, _OWN = time.CLOCK_MONOTONIC, time.CLOCK_THREAD_CPUTIME_ID
 
     @compiled("void(int64)")
