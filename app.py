@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from engine.prepare import prepare
 from engine.tiers.frozen_text import read_text
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
+from ui import quick_imports
 from ui.network import is_loopback, open_socket, own_names, url_of
 
 if TYPE_CHECKING:
@@ -264,6 +266,7 @@ def before_loading(config: EngineConfig) -> None:
     """Find the model, and set what libraries look at when they are imported. Raises `ModelFileError`."""
     resolve(config.model, config.data_dir)
     prepare(config)
+    quick_imports.install()
     # torch's threads wait for each other by spinning; beside any other busy program a prefill then takes ten times as
     # long. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -273,6 +276,8 @@ def before_loading(config: EngineConfig) -> None:
 
 def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
+    # What is made until then stays, and to pass over it again and again takes a tenth of the start.
+    gc.disable()
     opened = open_socket(options.host, options.port)
     before_loading(config)
     from sessions.store import SessionStore
@@ -334,6 +339,8 @@ class Start:
         if self._server.should_exit:
             return
         known = self._engine.capabilities()
+        gc.freeze()
+        gc.enable()
         print(f"KVScope ready: {self._url} (model {known['model']}, device {known['device']})", flush=True)
         # Without a desktop, the browser would be one that takes over the terminal.
         if self._open_browser and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.cpu import attention_ir, kv_ir, tile_ir
 from kernels.cpu import ir as ir
-from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import first_key, key_place, last_key, layer_group, layer_place, plane_bytes, recent_start
@@ -48,11 +48,11 @@ def _read_next(step: int, store_index: int, plane: int, kv: int, table: int, pla
 def score_rows(
     step: int, kind: int, heads: int, out: int, q: int, rows: int, count: int, stride: int, kv_heads: int, ahead: int
 ) -> int:
-    """`kv_ir.scores` of a split as a function of its own: inside a large one its sums would not stay in registers."""
+    """Scores of a split as a function of its own: inside a large one its sums would not stay in registers."""
     model, line = ir.word(step, rec.MODEL), rec.SPLIT * 4
     dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
     size, scale = ir.word(step, rec.HEAD_BYTES), ir.get(ir.word(model, rec.SCALARS), 2)
-    kv_ir.scores(kind, heads, out, line, q, rows, count, stride, dim, scale, kv_heads, each, size, ahead)
+    attention_ir.scores(kind, heads, out, line, q, rows, count, stride, dim, scale, kv_heads, each, size, ahead)
     return 0
 
 
@@ -61,11 +61,11 @@ def accumulate_rows(
     step: int, kind: int, heads: int, out: int, weights: int, rows: int, count: int, stride: int, kv_heads: int,
     ahead: int,
 ) -> int:  # fmt: skip
-    """`kv_ir.accumulate`, likewise."""
+    """Its weighted sums of values, likewise."""
     model, line, size = ir.word(step, rec.MODEL), rec.SPLIT * 4, ir.word(step, rec.HEAD_BYTES)
     dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
     gap = ir.word(step, rec.SPLITS) * (dim + 2) * 4
-    kv_ir.accumulate(kind, heads, out, gap, weights, line, rows, count, stride, dim, kv_heads, each, size, ahead)
+    attention_ir.accumulate(kind, heads, out, gap, weights, line, rows, count, stride, dim, kv_heads, each, size, ahead)
     return 0
 
 
@@ -109,8 +109,8 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
             for kv in range(first_kv, last_kv, at_once):
                 rows = _rows(step, store_index, plane, kv, block, offset, count, unpacked)
                 own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - base) * 4
-                for g in range(0, each, kv_ir.MAX_HEADS):
-                    some, head, scores = min(each - g, kv_ir.MAX_HEADS), kv * each + g, own + g * line
+                for g in range(0, each, attention_ir.MAX_HEADS):
+                    some, head, scores = min(each - g, attention_ir.MAX_HEADS), kv * each + g, own + g * line
                     if plane:
                         run, out = ir.word(functions, rec.ACCUMULATE), parts + head * gap
                         ir.call_10(run, step, read, some, out, scores, rows, count, stride, at_once, ahead)

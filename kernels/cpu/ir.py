@@ -194,6 +194,11 @@ def put(b: Any, address: Value, index: Value, value: Value) -> None:
     store(b, value, plus(b, address, index, 4), 4)
 
 
+@emits("iii")
+def put_word(b: Any, address: Value, index: Value, value: Value) -> None:
+    store(b, value, plus(b, address, index, 8), 8)
+
+
 @emits("ii", types.int64)
 def fetch_add(b: Any, address: Value, amount: Value) -> Value:
     return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), amount, "acq_rel")

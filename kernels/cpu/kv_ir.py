@@ -1,4 +1,4 @@
-"""Rows of the KV cache as vector code: scores and weighted sums over 16 and 32 bit rows, and rows in fewer bits.
+"""Rows of the KV cache as vector code: to and from float32, in as many bits or in fewer.
 
 A row is one head of one token. The quantised formats are those of `kernels.kv_format`; their rows are unpacked to
 float32 before they are used, once for all query heads that share them. `dim` is a multiple of 8.
@@ -6,7 +6,7 @@ float32 before they are used, once for all query heads that share them. `dim` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,6 @@ from kernels.cpu.ir import (
     I32,
     I64,
     V8,
-    WIDE,
-    WIDTH,
     Value,
     constant,
     emits,
@@ -30,7 +28,6 @@ from kernels.cpu.ir import (
     llvm_call,
     load,
     plus,
-    prefetch_line,
     splat,
     store,
     variable,
@@ -39,12 +36,11 @@ from kernels.cpu.ir import (
 FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
 WIDE_KINDS = (FP32, FP16, BF16)
 SIZES = (4, 2, 2)
-MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
 GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
 
 
-def _load_kv(b: Any, address: Value, kind: int, count: int = 8) -> Value:
+def load_kv(b: Any, address: Value, kind: int, count: int = 8) -> Value:
     """`count` numbers of a row, as float32."""
     floats, ints = ir.VectorType(F32, count), ir.VectorType(I32, count)
     if kind == FP32:
@@ -55,35 +51,8 @@ def _load_kv(b: Any, address: Value, kind: int, count: int = 8) -> Value:
     return b.bitcast(b.shl(upper, constant(16, ints)), floats)
 
 
-def _padded(b: Any, eight: Value) -> Value:
-    """A vector of 8 in one of WIDTH, whose other lanes are 0."""
-    return b.shuffle_vector(eight, constant(0.0, V8), ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH))))
-
-
-def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
-    """The sum of each of four vectors, as a vector of 4: neighbours first, then fours, then these from both ends."""
-    count = vectors[0].type.count
-
-    def neighbours(x: Value, y: Value) -> Value:
-        lanes = [
-            ir.Constant(
-                ir.VectorType(I32, count),
-                [base + i for four in range(0, count, 4) for base in (four, count + four) for i in (odd, odd + 2)],
-            )
-            for odd in (0, 1)
-        ]
-        return b.fadd(*(b.shuffle_vector(x, y, lane) for lane in lanes))
-
-    total = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
-    while total.type.count > 4:
-        half = total.type.count // 2
-        lanes = [ir.Constant(ir.VectorType(I32, half), [first + i for i in range(half)]) for first in (0, half)]
-        total = b.fadd(*(b.shuffle_vector(total, total, lane) for lane in lanes))
-    return total
-
-
 @contextmanager
-def _parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Value]:
+def parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Value]:
     """A loop over the channels of a row, so many at a time, as far as these go; `beyond` what a loop of so many at a
     time has done. Gives the first channel."""
     first = ir.Constant(I64, 0) if not beyond else b.sub(dim, b.urem(dim, ir.Constant(I64, beyond)))
@@ -92,184 +61,14 @@ def _parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Valu
         yield b.add(first, b.mul(loop.index, ir.Constant(I64, width)))
 
 
-@contextmanager
-def _rest(b: Any, dim: Value) -> Iterator[Value]:
-    """The eight channels that are left where a row is no multiple of WIDTH."""
-    with _parts(b, dim, 8, WIDTH) as channel:
-        yield channel
-
-
-def _bring(b: Any, address: Value, size: int) -> None:
-    for line in range(0, size, 64):
-        prefetch_line(b, plus(b, address, line))
-
-
-def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None], *values: Value) -> None:
-    """Code for every kind of row and number of heads, of which one is run."""
-    for one in WIDE_KINDS:
-        for number in range(1, MAX_HEADS + 1):
-            same = (
-                b.icmp_signed("==", kind, ir.Constant(I64, one)),
-                b.icmp_signed("==", heads, ir.Constant(I64, number)),
-            )
-            with b.if_then(b.and_(*same)):
-                write(b, one, number, *values)
-
-
-@emits("iiiiiiiiifiiii")
-def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
-    """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
-    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale; then for how many
-    KV heads, rows of out and q from one of these to the next, bytes from its keys to the next one's, and where what is
-    read next begins."""
-    *values, kv_heads, each, gap, ahead = values
-
-    def write(b: Any, kind: int, heads: int, out: Value, line: Value, q: Value, keys: Value, *others: Value) -> None:
-        count, _, dim, _ = others
-        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
-            row = b.mul(kv.index, each)
-            own_out, own_q = b.add(out, b.mul(row, line)), plus(b, q, b.mul(row, dim), 4)
-            own_keys, near = b.add(keys, b.mul(kv.index, gap)), _share(b, ahead, kv.index, count, dim, kind)
-            _scores(b, kind, heads, near, own_out, line, own_q, own_keys, *others)
-
-    _for_each_kind(b, kind, heads, write, *values)
-
-
-@emits("iiiiiiiiiiiiii")
-def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
-    """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
-    from one row to the next, values, their count, bytes from one to the next, dim; then for how many KV heads, rows of
-    out and weights from one of these to the next, bytes from its values to the next one's, and where what is read next
-    begins."""
-    *values, kv_heads, each, gap, ahead = values
-
-    def write(b: Any, kind: int, heads: int, out: Value, out_line: Value, weights: Value, *others: Value) -> None:
-        line, rows, count, stride, dim = others
-        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
-            row, near = b.mul(kv.index, each), _share(b, ahead, kv.index, count, dim, kind)
-            own_out, own_weights = b.add(out, b.mul(row, out_line)), b.add(weights, b.mul(row, line))
-            own_rows = b.add(rows, b.mul(kv.index, gap))
-            _accumulate(b, kind, heads, near, own_out, out_line, own_weights, line, own_rows, count, stride, dim)
-
-    _for_each_kind(b, kind, heads, write, *values)
-
-
-def _share(b: Any, ahead: Value, kv: Value, count: Value, dim: Value, kind: int) -> Value:
-    """Where the part begins of what comes next that is fetched while one KV head is worked on: as much as that reads.
-
-    A processor can't guess where the next block lies, and has room for few lines that are on their way: all of them
-    asked for at once would hold it up, so they are asked for one by one, between the sums.
-    """
-    return plus(b, ahead, b.mul(kv, b.mul(count, dim)), SIZES[kind])
-
-
-def _scores(
-    b: Any,
-    kind: int,
-    heads: int,
-    ahead: Value,
-    out: Value,
-    line: Value,
-    q: Value,
-    keys: Value,
-    count: Value,
-    stride: Value,
-    dim: Value,
-    scale: Value,
-) -> None:
-    size = SIZES[kind]
-
-    def some(first: Value, number: int) -> list[list[Value]]:
-        totals = [[variable(b, constant(0.0, WIDE)) for _ in range(number)] for _ in range(heads)]
-        for total in (total for row in totals for total in row):
-            b.store(constant(0.0, WIDE), total)
-        places = [b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride)) for i in range(number)]
-        rows = [plus(b, q, b.mul(dim, ir.Constant(I64, g)), 4) for g in range(heads)]
-
-        def add(channel: Value, load_query: Any, load_key: Any) -> None:
-            queries = [load_query(plus(b, row, channel, 4)) for row in rows]
-            for i, place in enumerate(places):
-                key = load_key(plus(b, place, channel, size))
-                for g, query in enumerate(queries):
-                    b.store(fma(b, query, key, b.load(totals[g][i])), totals[g][i])
-
-        with _parts(b, dim, WIDTH) as channel:
-            add(channel, lambda at: load(b, at, WIDE), lambda at: _load_kv(b, at, kind, WIDTH))
-            read = b.add(b.mul(first, dim), b.mul(channel, ir.Constant(I64, number)))
-            _bring(b, plus(b, ahead, read, size), WIDTH * number * size)
-        with _rest(b, dim) as channel:
-            add(channel, lambda at: _padded(b, load(b, at, V8)), lambda at: _padded(b, _load_kv(b, at, kind)))
-        return [[b.load(total) for total in row] for row in totals]
-
-    fours = b.lshr(count, ir.Constant(I64, 2))
-    with cgutils.for_range(b, fours, intp=I64) as loop:
-        first = b.shl(loop.index, ir.Constant(I64, 2))
-        for g, row in enumerate(some(first, 4)):
-            sums = b.fmul(_sums_of_four(b, row), splat(b, scale, 4))
-            store(b, sums, plus(b, plus(b, out, first, 4), b.mul(line, ir.Constant(I64, g))))
-    rest = b.and_(count, ir.Constant(I64, 3))
-    with cgutils.for_range(b, rest, intp=I64) as loop:
-        index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
-        for g, row in enumerate(some(index, 1)):
-            sums = b.fmul(_sums_of_four(b, row * 4), splat(b, scale, 4))
-            value = b.extract_element(sums, ir.Constant(I32, 0))
-            store(b, value, plus(b, plus(b, out, index, 4), b.mul(line, ir.Constant(I64, g))))
-
-
-def _accumulate(
-    b: Any,
-    kind: int,
-    heads: int,
-    ahead: Value,
-    out: Value,
-    gap: Value,
-    weights: Value,
-    line: Value,
-    rows: Value,
-    count: Value,
-    stride: Value,
-    dim: Value,
-) -> None:
-    size = SIZES[kind]
-
-    def columns(channel: Value, number: int, width: int) -> None:
-        """`number` vectors of `width` sums: those of one vector wait for each other, those of several do not."""
-        lanes = ir.VectorType(F32, width)
-        own = [b.add(channel, ir.Constant(I64, width * i)) for i in range(number)]
-        places = [[b.add(plus(b, out, i, 4), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
-        totals = [[variable(b, constant(0.0, lanes)) for _ in own] for _ in range(heads)]
-        pairs = [pair for g in range(heads) for pair in zip(places[g], totals[g], strict=True)]
-        for place, total in pairs:
-            b.store(load(b, place, lanes), total)
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            row = b.add(rows, b.mul(loop.index, stride))
-            values = [_load_kv(b, plus(b, row, i, size), kind, width) for i in own]
-            for g in range(heads):
-                at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
-                weight = splat(b, load(b, at, F32), width)
-                for value, total in zip(values, totals[g], strict=True):
-                    b.store(fma(b, weight, value, b.load(total)), total)
-            read = b.add(b.mul(channel, count), b.mul(loop.index, ir.Constant(I64, width * number)))
-            _bring(b, plus(b, ahead, read, size), width * number * size)
-        for place, total in pairs:
-            store(b, b.load(total), place)
-
-    with _parts(b, dim, 4 * WIDTH) as channel:
-        columns(channel, 4, WIDTH)
-    with _parts(b, dim, WIDTH, 4 * WIDTH) as channel:
-        columns(channel, 1, WIDTH)
-    with _rest(b, dim) as channel:
-        columns(channel, 1, 8)
-
-
 def _widen(kind: int) -> Any:
     size = SIZES[kind]
 
     @emits("iiii")
     def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
         """A row as float32."""
-        with _parts(b, dim) as part:
-            store(b, _load_kv(b, plus(b, row, part, size), kind), plus(b, out, part, 4))
+        with parts(b, dim) as part:
+            store(b, load_kv(b, plus(b, row, part, size), kind), plus(b, out, part, 4))
 
     return widen
 
@@ -289,7 +88,7 @@ def _save(kind: int) -> Any:
     @emits("iii")
     def save(b: Any, out: Value, values: Value, dim: Value) -> None:
         """float32 `values` into a cache row."""
-        with _parts(b, dim) as part:
+        with parts(b, dim) as part:
             value = load(b, plus(b, values, part, 4), V8)
             if kind == FP16:
                 value = b.fptrunc(value, ir.VectorType(F16, 8))
@@ -311,7 +110,7 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     most = variable(b, constant(0.0, V8))
     b.store(constant(0.0, V8), most)
     for row in (key, value):
-        with _parts(b, dim) as part:
+        with parts(b, dim) as part:
             size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part, 4), V8))
             b.store(llvm_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
     largest = llvm_call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
@@ -320,7 +119,7 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     empty = b.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
     divisor = splat(b, b.select(empty, ir.Constant(F32, 1.0), scale), 8)
     for row, out in ((key, key_out), (value, value_out)):
-        with _parts(b, dim) as part:
+        with parts(b, dim) as part:
             code = _rounded(b, b.fdiv(load(b, plus(b, row, part, 4), V8), divisor))
             store(b, b.trunc(code, BYTES), plus(b, out, part))
 
@@ -328,7 +127,7 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
 @emits("iiii")
 def unpack_int8(b: Any, out: Value, row: Value, scale: Value, dim: Value) -> None:
     factor = splat(b, load(b, scale, F32), 8)
-    with _parts(b, dim) as part:
+    with parts(b, dim) as part:
         code = b.sitofp(b.sext(load(b, plus(b, row, part), BYTES), INTS), V8)
         store(b, b.fmul(code, factor), plus(b, out, part, 4))
 
@@ -336,7 +135,7 @@ def unpack_int8(b: Any, out: Value, row: Value, scale: Value, dim: Value) -> Non
 @emits("iii")
 def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
     """e4m3, saturating; halves to even. Below 2**-6 codes are whole multiples of 2**-9."""
-    with _parts(b, dim) as part:
+    with parts(b, dim) as part:
         value = load(b, plus(b, values, part, 4), V8)
         sign = b.and_(b.lshr(b.bitcast(value, INTS), constant(24, INTS)), constant(0x80, INTS))
         size = llvm_call(b, "llvm.fabs.v8f32", V8, value)
@@ -353,7 +152,7 @@ def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
 @emits("iiii")
 def unpack_fp8(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
     """The code's exponent and mantissa stand where float32 has them; 2**120 makes up for the other bias."""
-    with _parts(b, dim) as part:
+    with parts(b, dim) as part:
         code = b.zext(load(b, plus(b, row, part), BYTES), INTS)
         sign = b.shl(b.and_(code, constant(0x80, INTS)), constant(24, INTS))
         size = b.and_(code, constant(0x7F, INTS))

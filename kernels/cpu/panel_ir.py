@@ -177,6 +177,40 @@ def _panel(fmt: int, tokens: int) -> Any:
     return panel
 
 
+def _row(fmt: int) -> Any:
+    four, floats = ir.VectorType(I8, 4), ir.VectorType(F32, 4)
+
+    def one(b: Any, address: Value) -> Value:
+        return splat(b, b.fpext(load(b, address, F16), F32), 4)
+
+    @emits("iiii")
+    def row(b: Any, panel: Value, blocks: Value, lane: Value, out: Value) -> None:
+        """out float32 [32 blocks] = row `lane` of a panel, as the file's format defines it."""
+        with cgutils.for_range(b, blocks, intp=I64) as loop:
+            record = plus(b, panel, loop.index, PANEL_BYTES[fmt])
+            scale = one(b, plus(b, record, lane, 2))
+            codes = plus(b, plus(b, record, lane, 4), 32 if fmt == Q4_1 else 16)
+
+            def put(step: int, code: Value) -> None:
+                if fmt == Q8_0:
+                    value = b.fmul(b.sitofp(code, floats), scale)
+                elif fmt == Q4_1:
+                    value = b.fadd(b.fmul(b.uitofp(code, floats), scale), one(b, plus(b, plus(b, record, lane, 2), 16)))
+                else:
+                    value = b.fmul(b.fsub(b.uitofp(code, floats), constant(8.0, floats)), scale)
+                store(b, value, plus(b, plus(b, out, loop.index, 128), 16 * step))
+
+            for step in range(STEPS if fmt == Q8_0 else STEPS // 2):
+                both = load(b, plus(b, codes, 32 * step), four)
+                if fmt == Q8_0:
+                    put(step, both)
+                else:
+                    put(step, b.and_(both, constant(15, four)))
+                    put(step + STEPS // 2, b.lshr(both, constant(4, four)))
+
+    return row
+
+
 @emits("iiii")
 def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Value) -> None:
     """32 float32 of a row of activations as codes, their scale and scale * sum of codes.
@@ -235,3 +269,4 @@ def gate_panel(b: Any, out: Value, gate: Value, up: Value) -> None:
 
 panel_q4_0, panel_q4_1, panel_q8_0 = (_panel(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
 tile_q4_0, tile_q4_1, tile_q8_0 = (_panel(fmt, TOKEN_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
+row_q4_0, row_q4_1, row_q8_0 = (_row(fmt) for fmt in (Q4_0, Q4_1, Q8_0))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from kernels.cpu import ir as ir
 from kernels.cpu import tile_ir
 from kernels.cpu.compile import compiled
 
+if TYPE_CHECKING:  # torch takes a second, which a process that only compiles can do without
+    from torch import Tensor
 
-@compiled("float32(int64, int64)")
+
+@compiled("float32(int64, int64)", from_python=True)
 def _finite(values: int, count: int) -> float:
     whole = count // ir.WIDTH * ir.WIDTH
     found = ir.zero_or_nan(values, whole)
@@ -21,7 +24,7 @@ def _finite(values: int, count: int) -> float:
     return found
 
 
-@compiled("void(int64, int64, int64, int64)")
+@compiled("void(int64, int64, int64, int64)", from_python=True)
 def _survey(values: int, count: int, chosen: int, out: int) -> None:
     """out float32 [4]: as `ir.survey`, then the value of `chosen` less the largest."""
     whole = count // ir.WIDTH * ir.WIDTH

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.cpu import attention_ir, kv_ir, tile_ir
 from kernels.cpu import ir as ir
-from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes, recent_start, scale_place
@@ -126,9 +126,9 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
         for key in range(low, high, rec.TILE_KEYS):
             found = min(rec.TILE_KEYS, high - key)
             _gather(step, layer, first, 0, kv, key, found, kept, gap)
-            for r in range(0, rows, kv_ir.MAX_HEADS):
-                some, own = min(rows - r, kv_ir.MAX_HEADS), scores + r * line + (key - base) * 4
-                kv_ir.scores(
+            for r in range(0, rows, attention_ir.MAX_HEADS):
+                some, own = min(rows - r, attention_ir.MAX_HEADS), scores + r * line + (key - base) * 4
+                attention_ir.scores(
                     kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale, 1, 0, 0, kept
                 )
         for r in range(rows):
