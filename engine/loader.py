@@ -13,7 +13,7 @@ from engine.attention_layout import attention_layout, context_limit
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.jobs import Slices, run_through
-from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
+from engine.kv_cache.cache import KVCache, fitting_extent_bytes, usual_extent_bytes
 from engine.kv_cache.calibration import (
     CALIBRATION_TEXT,
     CALIBRATION_TOKENS,
@@ -187,7 +187,7 @@ def parts_in_format(parts: EngineParts, kv_format: str) -> Slices[EngineParts]:
     budget = parts.max_blocks * parts.cache.spec.block_bytes
     max_blocks = budget // spec.block_bytes
     max_seq_len = fit_max_seq_len(None, parts.max_seq_len, max_blocks, spec)
-    cache = KVCache(spec, parts.model.device, min(EXTENT_BYTES, budget // 8), max_blocks)
+    cache = KVCache(spec, parts.model.device, min(usual_extent_bytes(spec), budget // 8), max_blocks)
     warnings = yield from calibration(parts.model, cache, parts.tokenizer, max_seq_len, parts.limits.mixed_batch_tokens)
     return replace(
         parts, cache=cache, kv_format=kv_format, max_seq_len=max_seq_len, max_blocks=max_blocks, warnings=warnings

@@ -15,15 +15,20 @@ from kernels.kv_format import fill_extent_table
 from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
-EXTENT_BYTES = 8 * 2**20
-"""Small beside a few sessions' caches, since the last extent is half empty on average."""
+EXTENT_BYTES = 4 * 2**20
+"""Of 16 bits a value. Small beside a few sessions' caches, since the last extent is half empty on average."""
 BlockTables = Sequence[Sequence[int]]
 
 
+def usual_extent_bytes(spec: KVCacheSpec) -> int:
+    """`EXTENT_BYTES`, fewer or more of them by the format's bits, so that extents hold as many tokens in each."""
+    return EXTENT_BYTES * spec.format.bits // 16
+
+
 def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
-    """About `EXTENT_BYTES`, so that a whole number of extents is one full context: what is planned is allocated."""
+    """About the usual size, so that a whole number of extents is one full context: what is planned is allocated."""
     blocks = spec.windows.blocks(context_tokens, 1) + 1
-    wanted = max(EXTENT_BYTES // max(spec.block_bytes, 1), 1)
+    wanted = max(usual_extent_bytes(spec) // max(spec.block_bytes, 1), 1)
     if 2 * blocks <= 3 * wanted:
         return blocks * spec.block_bytes
     sizes = range(max(wanted - wanted // 4, 1), wanted + wanted // 4 + 1)
@@ -89,6 +94,7 @@ class KVCache:
 
     def grow(self, blocks: int) -> None:
         """Make block ids below `blocks` usable, at most `max_blocks`. Blocks that exist stay where they are."""
+        first = len(self.extents)
         while self.capacity_blocks < blocks:
             room = self.blocks_per_extent
             if self.max_blocks is not None:
@@ -101,7 +107,8 @@ class KVCache:
                 self.scale_extents.append(torch.empty(shape, dtype=fmt.scale_dtype, device=self.device))
             if len(self.extents) > len(self.extent_table):
                 self.extent_table = torch.cat((self.extent_table, torch.zeros_like(self.extent_table)))
-            fill_extent_table(self.extent_table, self.extents, self.scale_extents)
+        if len(self.extents) > first:
+            fill_extent_table(self.extent_table[first:], self.extents[first:], self.scale_extents[first:])
 
     def shrink(self, blocks: int) -> None:
         """Give back the extents that hold only block ids from `blocks` on, and the scratch memory."""

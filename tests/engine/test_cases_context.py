@@ -9,11 +9,13 @@ import torch
 from fastapi.testclient import TestClient
 
 from engine.errors import ContextOverflow, InvalidRequest
-from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
+from engine.kv_cache.cache import KVCache, fitting_extent_bytes, usual_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
 from engine.memory.plan import kv_bytes, kv_bytes_per_token
+from engine.protocol import Finished, GenerateRequest
 from kernels.kv_format import KV_FORMATS
 from tests.support.chats import BLOCK, GREEDY, TinyChat, finished, tiny_chat
+from tests.support.engines import run, tiny_engine
 from ui.api.routes import build_api
 
 MIB = 2**20
@@ -160,7 +162,7 @@ def test_the_memory_estimate_is_what_is_allocated(kv_format, tokens):
     extents = (*cache.extents, *cache.scale_extents)
     assert cache.reserved_bytes == sum(extent.nbytes for extent in extents) >= tokens * spec.bytes_per_token
     assert kv_bytes(tokens, spec.bytes_per_token, 16) == pytest.approx(cache.reserved_bytes, rel=0.05)
-    assert max(extent.nbytes for extent in cache.extents) < 1.6 * EXTENT_BYTES
+    assert max(extent.nbytes for extent in cache.extents) < 1.6 * usual_extent_bytes(spec)
 
 
 @pytest.mark.parametrize("context", [128, 512])
@@ -196,3 +198,25 @@ def test_a_pool_of_several_extents_ends_at_its_budget(tmp_path):
         cache = chat.engine._need_parts().cache
         assert len(cache.extents) > 2 and cache.extents[-1].shape[0] < cache.extents[0].shape[0]
         assert cache.reserved_bytes == sum(extent.nbytes for extent in cache.extents) == budget
+
+
+def test_ten_thousand_tokens_of_a_long_context_take_the_blocks_of_ten_thousand():
+    engine = tiny_engine(context=131_072, max_seq_len=131_072, block_size=16, kv_budget=128 * MIB)
+    ids = tuple(index % 250 + 5 for index in range(10_000))
+    assert isinstance(run(engine, GenerateRequest(ids, replace(GREEDY, max_tokens=1), "s"))[-1], Finished)
+    report, memory = engine.inspect("s"), engine.memory()
+    assert report["max_seq_len"] == 131_072 and report["cache_pos"] == 10_000
+    assert len(report["block_table"]) == memory["blocks_used"] == 625
+    assert report["bytes_used"] == report["bytes_reserved"] == 10_000 * report["bytes_per_token"]
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
+def test_of_what_twelve_sessions_of_mixed_length_are_given_most_holds_tokens(kv_format):
+    """The default model's 30 layers, 3 KV heads of 64: whole blocks, in whole extents. In int8 it was 89 %, in int4
+    86 %: extents had as many bytes in each format, so that the last one, half empty, was a larger part of the whole."""
+    lengths = (90, 140, 210, 260, 330, 420, 480, 560, 610, 700, 790, 900)
+    spec = KVCacheSpec(30, 3, 64, block_size=16, format=KV_FORMATS[kv_format])
+    cache = KVCache(spec, torch.device("meta"), fitting_extent_bytes(spec, 8192))
+    cache.grow(sum(-(-length // 16) for length in lengths) + 1)
+    assert sum(lengths) * spec.bytes_per_token >= 0.92 * cache.reserved_bytes
