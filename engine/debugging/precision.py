@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
 from engine.replay import Replay, scratch_blocks
 from engine.sampling.params import check_whole
-from kernels.kv_format import FP32, KV_FORMATS
+from kernels.kv_format import FP16, FP32, KV_FORMATS
 
 GREEDY_TOKENS = 32
 MAX_COUNT = 256
@@ -71,7 +71,10 @@ def check_scratch(parts: EngineParts, needed: int) -> None:
 
 
 def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[str, Any]]:
-    """The body of `POST /api/sessions/{id}/compare`. Touches no session: both runs have a cache of their own.
+    """The body of `POST /api/sessions/{id}/compare`. Touches no session: each run has a cache of its own.
+
+    `floor`: the same figures of an fp16 cache, None where the format is no coarser. A model that rounds its activations
+    makes more of any difference, so that a little of what a coarse format changes is not of its making.
 
     Raises `InvalidRequest` if these would not fit into what the KV budget has left.
     """
@@ -87,6 +90,11 @@ def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[
     other = yield from _run(parts, query, spec, balance)
     loss = yield from _loss(exact.logits, other.logits)
     equal = common_prefix_len(exact.greedy, other.greedy)
+    del other  # two runs' logits at a time
+    floor = None
+    if spec.format.bits < FP16.bits:
+        half = yield from _run(parts, query, replace(spec, format=FP16), None, greedy_tokens=1)
+        floor = yield from _loss(exact.logits, half.logits)
     return {
         "kv_format": kv_format,
         "reference": "fp32",
@@ -94,20 +102,27 @@ def compare_precision(parts: EngineParts, query: PrecisionQuery) -> Slices[dict[
         "mean_kl": loss.mean_kl,
         "max_kl": loss.max_kl,
         "top1_agreement": loss.top1_agreement,
+        "floor": None if floor is None else asdict(floor),
         "parts_at": None if equal == len(exact.greedy) else equal,
         "greedy_tokens": len(exact.greedy),
         "ms": round(1e3 * (time.perf_counter() - began), 1),
     }
 
 
-def _run(parts: EngineParts, query: PrecisionQuery, spec: KVCacheSpec, balance: Tensor | None) -> Slices[_Run]:
+def _run(
+    parts: EngineParts,
+    query: PrecisionQuery,
+    spec: KVCacheSpec,
+    balance: Tensor | None,
+    greedy_tokens: int = GREEDY_TOKENS,
+) -> Slices[_Run]:
     ids, chunk = query.token_ids, parts.limits.mixed_batch_tokens
     replay = Replay(parts.model, spec, len(ids) + GREEDY_TOKENS, balance)
     yield
     logits = yield from replay.slices(ids, min(query.count, len(ids)), chunk)
     greedy = [int(logits[-1].argmax())]
     # The text's last token is not run, so it may lie one past the context.
-    for _ in range(min(GREEDY_TOKENS - 1, parts.max_seq_len - len(ids))):
+    for _ in range(min(greedy_tokens - 1, parts.max_seq_len - len(ids))):
         yield
         last = yield from replay.slices(greedy[-1:], 1, chunk)
         greedy.append(int(last[-1].argmax()))

@@ -53,6 +53,7 @@ def test_the_curve_of_lengths_and_the_comparison_are_drawn(visitor: Visitor, app
     precision = tab.panel.locator("section", has_text="Compare precision")
     expect(precision).to_contain_text("int4 with fp32", timeout=60_000)
     expect(precision).to_contain_text("The likeliest text")
+    expect(precision).to_contain_text("an fp16 cache, for comparison")
 
 
 def test_a_system_prompt_is_frozen_and_thawed(visitor: Visitor, app: AppProcess) -> None:

@@ -87,6 +87,9 @@ def test_the_figures_are_those_of_an_independent_computation(kv_format, count):
     assert found["parts_at"] == parts_at
     if kv_format == "int4":
         assert parts_at is not None
+    floor = found["floor"]
+    assert (floor is None) == (kv_format == "bf16")
+    assert floor is None or (0 < floor["mean_kl"] < found["mean_kl"] / 10 and floor["top1_agreement"] > 0.9)
 
 
 def test_another_format_than_the_caches_own_has_its_own_balance(engine):

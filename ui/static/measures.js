@@ -79,12 +79,17 @@ export class Measures {
     fillFacts(this.loss, [
       ["compared", `${number(found.tokens)} tokens, ${found.kv_format} with ${found.reference}`],
       ["KL divergence, mean · largest", `${small(found.mean_kl)} · ${small(found.max_kl)}`],
-      ["same likeliest token", `${(100 * found.top1_agreement).toFixed(1)} %`],
+      ["same likeliest token", percent(found.top1_agreement)],
+      ...(found.floor ? [["an fp16 cache, for comparison", `${small(found.floor.mean_kl)} · ${small(found.floor.max_kl)} · ${percent(found.floor.top1_agreement)}`]] : []),
     ]);
     this.verdict.textContent = found.parts_at === null
       ? `The likeliest text is the same for ${number(found.greedy_tokens)} tokens.`
       : `The likeliest text parts after ${number(found.parts_at)} ${found.parts_at === 1 ? "token" : "tokens"}.`;
   }
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
 }
 
 function small(value) {
