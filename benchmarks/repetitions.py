@@ -23,13 +23,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from app import default_data_dir
-from benchmarks.common import print_json, print_table
+from benchmarks.common import print_json, print_table, until
 from engine.config import EngineConfig
 from engine.debugging.loops import Loop, find_loop, word_test
 from engine.debugging.verdict import VERDICTS
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=default_data_dir())
     parser.add_argument("--cases", type=int, default=5, help="cases per cause, at most 12")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per reply")
+    parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
     options = parser.parse_args()
     fine, coarse = Bench(options, "fp16"), Bench(options, "int4")
     with_outlier_keys(coarse.engine)
@@ -231,22 +233,38 @@ def main() -> None:
     }
     found: Counter[tuple[str, str]] = Counter()
     seconds: list[float] = []
-    for cause, (bench, cases) in made.items():
-        for _, reply in zip(range(options.cases), cases, strict=False):
-            began = time.perf_counter()
-            result = bench.engine.diagnose(reply.query)
-            seconds.append(time.perf_counter() - began)
-            found[cause, result["verdict"]] += 1
-            show(cause, reply, result)
+    for cause, verdict, took in until(judged(made, options.cases), options.limit_s):
+        found[cause, verdict] += 1
+        seconds.append(took)
     report(found, seconds)
     fine.engine.close()
     coarse.engine.close()
+
+
+def judged(made: dict[str, tuple[Bench, Iterator[Reply]]], count: int) -> Iterator[tuple[str, str, float]]:
+    """Cause, verdict and the diagnosis' seconds of each case. Causes take turns, so that wherever this ends each has
+    been tried as often as the others, as far as it could be made."""
+    left = {cause: (bench, islice(replies, count)) for cause, (bench, replies) in made.items()}
+    while left:
+        for cause, (bench, replies) in list(left.items()):
+            reply = next(replies, None)
+            if reply is None:
+                del left[cause]
+                continue
+            began = time.perf_counter()
+            result = bench.engine.diagnose(reply.query)
+            took = time.perf_counter() - began
+            show(cause, reply, result)
+            yield cause, result["verdict"], took
 
 
 def show(cause: str, reply: Reply, result: dict[str, Any]) -> None:
     runs = [f"{item['run']} {item['looped']}/{item['runs']}" for item in result["evidence"] if "runs" in item]
     drift = next((item["first"] for item in result["evidence"] if item["run"] == "measures"), None)
     print(f"{cause:>9} -> {result['verdict']:<9} {reply.loop} drift from {drift}; {', '.join(runs)}", flush=True)
+    if result["verdict"] != cause:
+        for item in result["evidence"]:
+            print(f"{'':>12} {item['run']}: {item['sentence']}", flush=True)
 
 
 def report(found: Counter[tuple[str, str]], seconds: Sequence[float]) -> None:
