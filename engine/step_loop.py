@@ -69,6 +69,8 @@ class StepLoop:
         """`beside`: the loop of another KV format, whose RAM, disk and counters this one uses too."""
         self.parts = parts
         self.others_go_on: Callable[[], bool] = lambda: False
+        self.on_loop: Callable[[str], None] = lambda session_id: None
+        """Told the session whose reply has ended and repeats itself."""
         pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
         slots = BlockPool(parts.state_slots) if parts.states is not None else None
         checkpoints = StateCheckpoints(slots) if slots is not None else None
@@ -486,4 +488,6 @@ class StepLoop:
         turn.meter.trace.end(event.stats)
         if event.stats is not None:
             self.metrics.turn_ended(event.stats)
+            if event.stats.loop is not None and turn.sequence.session_id is not None:
+                self.on_loop(turn.sequence.session_id)
         turn.stream.put(event)
