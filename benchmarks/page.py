@@ -109,7 +109,7 @@ class Watched:
             self.app.request("POST", f"/api/sessions/{self.session_id}/regenerate")
         else:
             versions = self.versions()
-            self.tab.act(-1, "regenerate")
+            self.tab.act(-1, "again")
             self.tab.page.wait_for_function(
                 "text => document.querySelector('.versions')?.textContent.trim() !== text", arg=versions
             )
