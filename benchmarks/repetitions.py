@@ -7,9 +7,9 @@ Each cause is made on purpose, and counts as made only after a check that does n
 - model: the reply loops, and so do most of three replies with a sane sampler and other seeds.
 - sampler: it loops at temperature 0 or 0.2, and none of three replies with a sane sampler does.
 - precision: it loops with an int4 cache of outlier keys (one pair of channels is `OUTLIER` times as large, which
-  queries divide out again), and none of three replies with an fp16 cache and other seeds does.
-- cache: it loops after keys and values of the prompt were shifted or overwritten, and none of three replies on a sound
-  cache does.
+  queries divide out again), and none of four replies with an fp16 cache does, with the same seed and others.
+- cache: it loops after keys and values of the prompt were shifted or overwritten, and none of four replies on a sound
+  cache does, with the same seed and others.
 - none: a reply that does not loop.
 
 A cause is tried on all questions at once, with other seeds each time, until there are `--cases` or `ROUNDS` were tried.
@@ -150,15 +150,18 @@ class Bench:
         return list(zip(looping, self.checked([reply.query.prompt_ids for reply in looping], settings), strict=True))
 
     def checked(self, prompts: Sequence[tuple[int, ...]], settings: Sequence[SamplingParams]) -> list[int]:
-        """Of each prompt, how many of the replies with the seeds of the check loop."""
-        keys = [(prompt, repr(replace(params, seed=0))) for prompt, params in zip(prompts, settings, strict=True)]
+        """Of each prompt, how many replies loop: with the seeds of the check, and with that of the settings."""
+        keys = [(prompt, repr(params)) for prompt, params in zip(prompts, settings, strict=True)]
         new = {key: (prompt, params) for key, prompt, params in zip(keys, prompts, settings, strict=True)
                if key not in self._looping}  # fmt: skip
-        runs = [(key, prompt, replace(params, seed=seed)) for key, (prompt, params) in new.items() for seed in SEEDS]
+        runs = [
+            (key, prompt, replace(params, seed=seed))
+            for key, (prompt, params) in new.items()
+            for seed in (*SEEDS, *([] if params.seed is None else [params.seed]))
+        ]
         self._looping.update(dict.fromkeys(new, 0))
-        for (key, _, _), reply in zip(
-            runs, self.replies([run[1] for run in runs], [run[2] for run in runs]), strict=True
-        ):
+        replies = self.replies([run[1] for run in runs], [run[2] for run in runs])
+        for (key, _, _), reply in zip(runs, replies, strict=True):
             self._looping[key] += reply.loop is not None
         return [self._looping[key] for key in keys]
 
@@ -258,6 +261,7 @@ def main() -> None:
     parser.add_argument("--model", help="as for app.py; default: the default model")
     parser.add_argument("--data-dir", type=Path, default=default_data_dir())
     parser.add_argument("--cases", type=int, default=5, help="cases per cause")
+    parser.add_argument("--cause", choices=VERDICTS, action="append", help="only this one; may be given again")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per reply")
     parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
     options = parser.parse_args()
@@ -270,6 +274,7 @@ def main() -> None:
         "cache": (fine, cache_cases(fine)),
         "model": (fine, model_cases(fine)),
     }
+    made = {cause: cases for cause, cases in made.items() if cause in (options.cause or VERDICTS)}
     found: Counter[tuple[str, str]] = Counter()
     seconds: list[float] = []
     for cause, verdict, took in until(judged(made, options.cases), options.limit_s):
