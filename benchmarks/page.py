@@ -5,8 +5,10 @@
 Needs `requirements-dev.txt` and a Chromium. `python app.py` runs as a process of its own, a real browser shows it. One
 reply is regenerated again and again, greedily and without guesses, so that each round computes the same tokens. A round
 has each way of watching once, in another order each time: "closed" is the chat alone, "api" no page at all. CPU time is
-that of the app's process, per token; each figure is compared with "closed" of its own round. At last the longest task
-of the page's thread is told for a chat of `--long` tokens, while it streams, is audited and drawn as a map.
+that of the app's process, per token; each figure is compared with "closed" of its own round. "Beside" is the CPU time
+of all threads but the busiest one, which is the engine's if `OMP_NUM_THREADS=1`: what pages cost, also where other load
+makes the engine's own steps slower or faster. At last the longest task of the page's thread is told for a chat of
+`--long` tokens, while it streams, is audited and drawn as a map.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class Watched:
     def regenerate(self, mode: str) -> Sample:
         """Tokens per second, and milliseconds of the app's CPU time per token, of one more reply."""
         self.look(mode)
-        before = sum(self.process.cpu_times()[:2])
+        before = self.cpu_by_thread()
         if mode == API:
             self.app.request("POST", f"/api/sessions/{self.session_id}/regenerate")
         else:
@@ -114,9 +116,19 @@ class Watched:
                 "text => document.querySelector('.versions')?.textContent.trim() !== text", arg=versions
             )
             self.tab.idle()
-        took = sum(self.process.cpu_times()[:2]) - before
+        took = {thread: seconds - before.get(thread, 0.0) for thread, seconds in self.cpu_by_thread().items()}
         numbers = self.app.numbers(self.session_id)
-        return {"tokens_per_s": numbers["decode_tokens_per_s"], "cpu_ms": 1e3 * took / numbers["generated_tokens"]}
+        ms = 1e3 / numbers["generated_tokens"]
+        total, busiest = sum(took.values()), max(took.values())
+        return {
+            "tokens_per_s": numbers["decode_tokens_per_s"],
+            "cpu_ms": ms * total,
+            "beside_ms": ms * (total - busiest),
+        }
+
+    def cpu_by_thread(self) -> dict[int, float]:
+        """Seconds of each thread of the app's process, by its id."""
+        return {thread.id: thread.user_time + thread.system_time for thread in self.process.threads()}
 
     def versions(self) -> str:
         return str(self.tab.page.evaluate("document.querySelector('.versions')?.textContent.trim() ?? ''"))
@@ -134,7 +146,11 @@ def rounds_of(watched: Watched, rounds: int) -> Iterator[dict[str, Sample]]:
         found = {mode: watched.regenerate(mode) for mode in order}
         print(
             f"round {number + 1}: "
-            + ", ".join(f"{mode} {found[mode]['tokens_per_s']:.1f}/s {found[mode]['cpu_ms']:.2f} ms" for mode in MODES),
+            + ", ".join(
+                f"{mode} {found[mode]['tokens_per_s']:.1f}/s {found[mode]['cpu_ms']:.2f} ms"
+                f" ({found[mode]['beside_ms']:.2f} beside)"
+                for mode in MODES
+            ),
             flush=True,
         )
         yield found
@@ -170,6 +186,7 @@ def compared(samples: dict[str, list[Sample]]) -> dict[str, dict[str, float]]:
         for name in ("tokens_per_s", "cpu_ms"):
             ratios = [one[name] / base[name] for one, base in zip(taken, samples[CLOSED], strict=True)]
             found[mode] |= {name: median([one[name] for one in taken]), f"{name}_ratio": median(ratios)}
+        found[mode]["beside_ms"] = median([one["beside_ms"] for one in taken])
     return found
 
 
@@ -204,10 +221,11 @@ def main() -> None:
             f"{found['tokens_per_s_ratio']:.3f}",
             f"{found['cpu_ms']:.2f}",
             f"{found['cpu_ms_ratio']:.3f}",
+            f"{found['beside_ms']:.2f}",
         )
         for mode, found in result.items()
     ]
-    print_table(("shown", "tokens/s", "spread", "to closed", "CPU ms/token", "to closed"), rows)
+    print_table(("shown", "tokens/s", "spread", "to closed", "CPU ms/token", "to closed", "beside"), rows)
     print_table(("longest task", "ms"), [(name, f"{ms:.0f}" if ms else "< 50") for name, ms in tasks.items()])
     print_json("page", {"shown": result, "longest_task_ms": tasks, "rounds": len(samples[CLOSED])})
 

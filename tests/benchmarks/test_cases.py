@@ -86,9 +86,9 @@ def test_what_is_shown_is_compared_within_each_round():
     dice = random.Random(1)
     pace = [dice.uniform(1, 5) for _ in range(5)]
     samples = {
-        "closed": [{"tokens_per_s": 100 / one, "cpu_ms": 10 * one} for one in pace],
-        "debug": [{"tokens_per_s": 98 / one, "cpu_ms": 11 * one} for one in pace],
+        "closed": [{"tokens_per_s": 100 / one, "cpu_ms": 10 * one, "beside_ms": 1.0} for one in pace],
+        "debug": [{"tokens_per_s": 98 / one, "cpu_ms": 11 * one, "beside_ms": 3.0} for one in pace],
     }
     found = compared(samples)
     assert found["debug"]["tokens_per_s_ratio"] == pytest.approx(0.98)
-    assert found["debug"]["cpu_ms_ratio"] == pytest.approx(1.1)
+    assert found["debug"]["cpu_ms_ratio"] == pytest.approx(1.1) and found["debug"]["beside_ms"] == 3.0
