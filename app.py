@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -13,14 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION, EngineConfig, check_window
 from engine.errors import ConfigError, KVScopeError
-from engine.frozen_text import read_text
 from engine.prepare import prepare
+from engine.tiers.frozen_text import read_text
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
+from ui import quick_imports
 from ui.network import is_loopback, open_socket, own_names, url_of
 
 if TYPE_CHECKING:
@@ -211,7 +214,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def main() -> int:
     """Run until a signal; the exit code."""
-    on_signals(lambda *_: sys.exit(0))
+    on_signals(end_cleanly)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         options = make_parser().parse_args()
@@ -219,7 +222,7 @@ def main() -> int:
         config = engine_config(options)
         check_window(config)
         if options.plan:
-            from engine.model_plan import plan_model
+            from engine.memory.model_plan import plan_model
 
             print(plan_model(config))
             return 0
@@ -237,6 +240,18 @@ def on_signals(handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
+def end_cleanly(*_: object) -> NoReturn:
+    """What is being fetched is put away; who asks again does not wait for that."""
+    signal.signal(signal.SIGINT, end_at_once)
+    sys.exit(0)
+
+
+def end_at_once(*_: object) -> NoReturn:
+    """What is on disk stays whole, as after a crash."""
+    os.write(2, b"Interrupted again: KVScope ends at once, and what was not yet stored is lost.\n")
+    os._exit(130)
+
+
 def freeze(path: Path, config: EngineConfig) -> str:
     """Check the file before the model is loaded; the line to print."""
     text = read_text(path)
@@ -251,6 +266,7 @@ def before_loading(config: EngineConfig) -> None:
     """Find the model, and set what libraries look at when they are imported. Raises `ModelFileError`."""
     resolve(config.model, config.data_dir)
     prepare(config)
+    quick_imports.install()
     # torch's threads wait for each other by spinning; beside any other busy program a prefill then takes ten times as
     # long. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -260,6 +276,8 @@ def before_loading(config: EngineConfig) -> None:
 
 def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
+    # What is made until then stays, and to pass over it again and again takes a tenth of the start.
+    gc.disable()
     opened = open_socket(options.host, options.port)
     before_loading(config)
     from sessions.store import SessionStore
@@ -287,6 +305,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     )
     start = Start(server, engine, url_of(opened), not options.no_browser)
     end_replies_first(server, chat)
+    end_at_once_when_asked_again(server)
     start.begin()
     # From here on a signal is the server's; when it has ended it raises the signal again, which must not end us early.
     on_signals(lambda *_: None)
@@ -320,6 +339,8 @@ class Start:
         if self._server.should_exit:
             return
         known = self._engine.capabilities()
+        gc.freeze()
+        gc.enable()
         print(f"KVScope ready: {self._url} (model {known['model']}, device {known['device']})", flush=True)
         # Without a desktop, the browser would be one that takes over the terminal.
         if self._open_browser and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
@@ -343,6 +364,18 @@ def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
         await shutdown(sockets)
 
     server.shutdown = end_then_shutdown  # type: ignore[method-assign]
+
+
+def end_at_once_when_asked_again(server: uvicorn.Server) -> None:
+    """A second SIGINT does not wait for what the first one began."""
+    handle_exit = server.handle_exit
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if server.should_exit and number == signal.SIGINT:
+            end_at_once()
+        handle_exit(number, frame)
+
+    server.handle_exit = handle  # type: ignore[method-assign]
 
 
 def finish(start: Start, chat: ChatService) -> NoReturn:

@@ -26,10 +26,11 @@ from benchmarks.common import print_json, print_table, until
 from engine.config import KV_FORMATS, EngineConfig
 from engine.debugging.faults import KINDS
 from engine.debugging.invariants import InvariantLights
+from engine.debugging.protocol import FaultRequest
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.local import LocalEngine
-from engine.protocol import Failed, FaultRequest, GenerateRequest
+from engine.protocol import Failed, GenerateRequest
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence as CachedSequence

@@ -4,7 +4,7 @@
 
 The model behind the number: what must be there is the model's file, the cache's bytes, and the interpreter with all
 libraries, which a process of its own imports without loading a model. `ratio` is the app's resident set over their sum;
-`unexplained` the share of it that is in no part, each of which is measured in another way (`engine.memory_watch`).
+`unexplained` the share of it that is in no part, each of which is measured in another way (`engine.memory.watch`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from app import default_data_dir
 from benchmarks.common import print_json, print_table
-from engine.memory_watch import FRESH_S
+from engine.memory.watch import FRESH_S
 from engine.weights.catalog import ModelSource, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ IMPORTS = """
 import app, engine.local, ui.api.routes, ui.layout, uvicorn
 from kernels.dispatch import cpu_kernels
 cpu_kernels()
-from engine.process_memory import resident_bytes
+from engine.memory.process import resident_bytes
 print(resident_bytes())
 """
 

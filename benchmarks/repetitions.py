@@ -35,9 +35,10 @@ from app import default_data_dir
 from benchmarks.common import print_json, print_table, until
 from engine.config import EngineConfig
 from engine.debugging.loops import Loop, find_loop, word_test
+from engine.debugging.protocol import DiagnoseQuery
 from engine.debugging.verdict import VERDICTS
 from engine.local import LocalEngine
-from engine.protocol import ChatMessage, DiagnoseQuery, Event, Finished, GenerateRequest, TokenDelta
+from engine.protocol import ChatMessage, Event, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 
 OUTLIER = 6.0

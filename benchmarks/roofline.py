@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import print_json, print_table
 from engine.loader import CUDA_LIMITS
-from engine.memory_plan import (
+from engine.memory.plan import (
     ACTIVATION_COPIES,
     MemoryPlan,
     ModelSizes,

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts, load_parts
 from engine.local import LocalEngine
-from engine.memory_plan import human_bytes
+from engine.memory.plan import human_bytes
 from engine.models.registry import DecoderModel
 from engine.protocol import Failed, GenerateRequest
 from engine.replay import Replay

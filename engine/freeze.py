@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.local import LocalEngine
-from engine.memory_plan import human_bytes
+from engine.memory.plan import human_bytes
 
 
 def freeze_text(config: EngineConfig, text: str, title: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engine.errors import Stopped
 
@@ -14,28 +14,40 @@ Slices = Generator[None, None, T]
 """Work that hands the thread back at each `yield`; its result is what it returns."""
 
 
+def never() -> bool:
+    """For work that is not stopped by hand."""
+    return False
+
+
+class Run(Generic[T]):
+    """One pass over slices; `result` is there when it is over."""
+
+    result: T
+
+    def __init__(self, slices: Slices[T]) -> None:
+        self._slices = slices
+
+    def __iter__(self) -> Iterator[None]:
+        self.result = yield from self._slices
+
+
 def run_through(slices: Slices[T]) -> T:
     """All slices in one go."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    run = Run(slices)
+    for _ in run:
+        pass
+    return run.result
 
 
 def cancellable(slices: Slices[T], cancelled: Callable[[], bool], what: str) -> Slices[T]:
     """The same work; `Stopped` is raised after the slice in which `cancelled` came true."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    run = Run(slices)
+    for _ in run:
         if cancelled():
             slices.close()
             raise Stopped(f"The {what} was stopped.")
         yield
+    return run.result
 
 
 class Jobs:

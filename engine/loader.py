@@ -23,9 +23,9 @@ from engine.kv_cache.calibration import (
 )
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStatePool
-from engine.memory_plan import blocks_to_tokens, human_bytes, split_budget
+from engine.memory.plan import blocks_to_tokens, human_bytes, split_budget
+from engine.memory.process import trim_heap
 from engine.models.registry import DecoderModel, load_model
-from engine.process_memory import trim_heap
 from engine.replay import REPLAY_CHUNK
 from engine.scheduler import SchedulerLimits
 from engine.tokenizer import ChatTokenizer

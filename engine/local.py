@@ -9,23 +9,24 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from engine import ledger, probes
+from engine import probes
 from engine.config import EngineConfig
-from engine.debugging_calls import DebuggingCalls, check_ids
+from engine.debugging.calls import DebuggingCalls, check_ids
 from engine.errors import ConfigError, Conflict, ContextOverflow, InvalidRequest, NotFound
-from engine.frozen import FrozenPrefixes
-from engine.frozen_text import check_text, name_of, prefix_ids
-from engine.held_arrays import held_ranges
 from engine.loader import EngineParts, load_parts, parts_in_format, ram_limit
-from engine.memory_watch import Holdings, MemoryWatch
-from engine.process_memory import Range
+from engine.memory import ledger
+from engine.memory.held_arrays import held_ranges
+from engine.memory.process import Range
+from engine.memory.watch import Holdings, MemoryWatch
 from engine.protocol import Failed, GenerateRequest, TimedSpan
 from engine.sampling.beam import check_settings
 from engine.sampling.params import SamplingParams
-from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
+from engine.tiers.frozen import FrozenPrefixes
+from engine.tiers.frozen_text import check_text, name_of, prefix_ids
+from engine.tiers.snapshots import Snapshots
 from engine.tokenizer import ChatTokenizer
-from engine.turn import QueueStream
+from engine.turns.turn import QueueStream
 from kernels.kv_format import KV_FORMATS
 
 LAST_WRITES_S = 20.0
@@ -70,8 +71,8 @@ class LocalEngine(DebuggingCalls):
             raise
         looked = TimedSpan("restore" if brought else "prepare", submitted, time.perf_counter())
         request = replace(request, before=(*request.before, looked))
-        stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.cancel(request.request_id)))
-        self._post(lambda: lane.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
+        stream = QueueStream(request.request_id, lambda: self._post(lambda: lane.turns.cancel(request.request_id)))
+        self._post(lambda: lane.turns.start(request, stream, lambda: self._unclaim(request.session_id), submitted))
         return stream
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:

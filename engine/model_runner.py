@@ -105,8 +105,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(meta) and len(wanted) == len(token_ids):
             hidden, logits, drawn = self._graphs.run(token_ids, meta, self._sampler)
         else:
-            hidden = self.model.hidden_states(token_ids, self.cache, meta, self.states, abandoned)
-            logits = self.model.head(hidden[meta.logit_rows])
+            hidden, logits = self.model.step(token_ids, self.cache, meta, self.states, abandoned)
             drawn = self._sampler.launch(hidden, logits, meta) if self._sampler is not None else None
         self.times.computed = time.perf_counter()
         return StepOutput(hidden, logits, meta.query_lens, wanted), drawn

@@ -8,17 +8,17 @@ from math import isfinite, nan
 from typing import Any
 
 from engine.debugging.invariants import invariants
+from engine.debugging.protocol import ProbeQuery
 from engine.debugging.records import block_contents
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.window import BlockPlace
-from engine.ledger import used_bytes
 from engine.loader import EngineParts
-from engine.protocol import ProbeQuery
+from engine.memory.ledger import used_bytes
 from engine.sequence import Sequence
-from engine.snapshots import Snapshots
 from engine.step_loop import StepLoop
+from engine.tiers.snapshots import Snapshots
 
 MAX_PROBE_POSITIONS = 4096
 RATIO_TOKENS = 16
@@ -48,7 +48,7 @@ def cache_report(loop: StepLoop, session_id: str) -> dict[str, Any]:
         "block_size": spec.block_size,
         "block_table": list(sequence.block_table),
         "blocks": blocks,
-        "beams": loop.beams(session_id),
+        "beams": loop.turns.beams(session_id),
         "refused": None,
         "away": None if held is None else {"tier": "ram", "tokens": held.cache_pos},
         "bytes_per_token": spec.bytes_per_token,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.sequence import Sequence, Status, common_prefix_len
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.sequence import Sequence, Status
 
 
 @dataclass(frozen=True, slots=True)

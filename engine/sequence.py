@@ -9,10 +9,7 @@ from engine.kv_cache.block_pool import OutOfBlocks
 from engine.kv_cache.block_tables import BlockTables
 from engine.kv_cache.origin import Origin
 from engine.kv_cache.prefix_cache import Node, PrefixCache
-from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.sequence_state import SequenceState
-
-__all__ = ["Sequence", "Status", "common_prefix_len"]
 
 
 class Status(enum.Enum):

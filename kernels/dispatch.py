@@ -106,7 +106,7 @@ def cpu_kernels() -> ModuleType | None:
             return None
         if not kept.is_complete():
             log.warning("Compiling the CPU kernels; this happens once and takes a few seconds.")
-        kept.wait_for_child()
+        kept.wait_for_children()
         from kernels.cpu import step as cpu_step
 
         kept.mark_complete()

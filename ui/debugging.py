@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.debugging.diagnosis import audited
+from engine.debugging.protocol import DiagnoseQuery, TokenMeasure, TokenQuery
 from engine.errors import Conflict, InvalidRequest, KVScopeError, NotFound
-from engine.protocol import DiagnoseQuery, TokenMeasure, TokenQuery
 from sessions.errors import NotStored
 from sessions.models import PARTIAL, Message, TokenMeasures
 from ui.api.params import parse_params

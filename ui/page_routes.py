@@ -104,7 +104,7 @@ def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _preview(chat: ChatService, session_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    found = chat.preview(session_id, _text(body, "content"))
+    found = chat.prices.preview(session_id, _text(body, "content"))
     return {
         "prompt_tokens": found.prompt_tokens,
         "reused_tokens": found.reused_tokens,

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import KVScopeError
 from engine.prompt import effective_max_tokens
-from engine.protocol import ProbeQuery
 from sessions.errors import StoreError
 from ui import view_models
 from ui.chat import ChatService

@@ -7,9 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from engine.debugging.protocol import TokenMeasure
 from engine.errors import KVScopeError
-from engine.protocol import Event, EventStream, Failed, Finished, TokenDelta, TokenMeasure, TurnStats
-from engine.sequence import common_prefix_len
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.protocol import Event, EventStream, Failed, Finished, TokenDelta, TurnStats
 
 
 @dataclass(frozen=True, slots=True)

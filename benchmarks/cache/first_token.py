@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cache.setting import Setting, first_token_ms, running, scratch, text_ids, turn
 from benchmarks.common import median, print_table, spread
 from engine.local import LocalEngine
-from engine.memory_plan import kv_bytes
+from engine.memory.plan import kv_bytes
 from engine.protocol import ChatMessage, TurnStats
 
 NEW_TOKENS = 12

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.common import median, spread
 from benchmarks.gpu.timing import Budget, Run, Timer, captured, free_bytes
 from benchmarks.roofline import Shape
-from engine.memory_plan import human_bytes, kv_bytes_per_token
+from engine.memory.plan import human_bytes, kv_bytes_per_token
 from kernels.gpu.paged_decode import paged_decode, workspace_shapes
 from kernels.gpu.step import NEWEST, split_count
 from kernels.kv_format import KV_FORMATS, fill_extent_table

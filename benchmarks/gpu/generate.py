@@ -11,7 +11,7 @@ from benchmarks.gpu.random_model import config_json, weight_format
 from benchmarks.gpu.setting import SPARE, Setting
 from benchmarks.gpu.timing import Budget, free_bytes
 from benchmarks.roofline import Shape, token_bytes
-from engine.memory_plan import human_bytes
+from engine.memory.plan import human_bytes
 
 PEER_SECONDS = 110
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import machine, print_json, print_table
-from engine.memory_plan import human_bytes
+from engine.memory.plan import human_bytes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -15,7 +15,7 @@ from benchmarks.gpu.random_model import SHAPES, TINY, weight_format
 from benchmarks.gpu.setting import SPARE, TINY_SETTING, Setting
 from benchmarks.gpu.timing import Budget, Timer, copy_bandwidth, free_bytes
 from benchmarks.roofline import Shape
-from engine.memory_plan import human_bytes
+from engine.memory.plan import human_bytes
 from kernels.gpu import self_test, tuning
 
 COPY_BYTES = 2**30

@@ -31,7 +31,7 @@ from engine.kv_cache.cache import KVCache
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.loader import CUDA_LIMITS, EngineParts, assemble
 from engine.local import LocalEngine
-from engine.memory_plan import MemoryPlan, ModelSizes, human_bytes, kv_bytes_per_token, plan_memory
+from engine.memory.plan import MemoryPlan, ModelSizes, human_bytes, kv_bytes_per_token, plan_memory
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.params import SamplingParams

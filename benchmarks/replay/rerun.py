@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.replay.files import RecordedSession, RecordedTurn
+from engine.debugging.protocol import TokenQuery
 from engine.errors import KVScopeError
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.local import LocalEngine
-from engine.protocol import Failed, Finished, GenerateRequest, TokenQuery, TurnStats
+from engine.protocol import Failed, Finished, GenerateRequest, TurnStats
 from engine.sampling.params import SamplingParams
 
 

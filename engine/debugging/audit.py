@@ -18,9 +18,9 @@ from engine.debugging.report import clean_sentence, empty_result, fault_sentence
 from engine.debugging.scratch import DECODED, Run, computed, continued, live, relative
 from engine.errors import Conflict
 from engine.jobs import Slices
+from engine.lane import Lane
 from engine.loader import EngineParts
 from engine.sequence import Status
-from engine.step_loop import StepLoop
 
 STATE_LIMIT = 0.02
 """Least relative error that counts, of rows and of a state, where rounding is smaller."""
@@ -44,7 +44,7 @@ class Audit:
 
 
 def audit(
-    loop: StepLoop,
+    loop: Lane,
     parts: EngineParts,
     session_id: str,
     positions: int | list[int] | None = None,
@@ -102,7 +102,7 @@ def _compared(parts: EngineParts, ids: tuple[int, ...], checked: Tensor, stored:
     return look
 
 
-def _explained(loop: StepLoop, parts: EngineParts, look: Audit, session_id: str) -> Slices[None]:
+def _explained(loop: Lane, parts: EngineParts, look: Audit, session_id: str) -> Slices[None]:
     """Where a fault can't be explained, try the ids that stood there before an edit."""
     unknown = [index for index, found in look.findings.items() if any(f.kind == "overwrite" for f in found)]
     if not unknown:
@@ -191,7 +191,7 @@ def _logits_error(found: Tensor | None, right: Tensor | None) -> float | None:
 
 
 def _remember(
-    loop: StepLoop,
+    loop: Lane,
     session_id: str,
     contents: list[BlockContent],
     checked: Tensor,

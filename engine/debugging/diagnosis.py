@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.debugging.loops import MAX_PERIOD, REPEATS, LoopDetector, find_loop, word_test
+from engine.debugging.protocol import DiagnoseQuery, TokenMeasure
 from engine.debugging.replays import (
     ROWS,
     KeptAs,
@@ -34,12 +35,12 @@ from engine.debugging.verdict import (
 from engine.errors import InvalidRequest, Stopped
 from engine.jobs import Slices
 from engine.kv_cache.calibration import precision_loss
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.loader import EngineParts
-from engine.protocol import DiagnoseQuery, Loop, TokenMeasure
+from engine.protocol import Loop
 from engine.sampling.measure import measure
 from engine.sampling.params import MAX_SEED, SamplingParams, check_whole
 from engine.sampling.sampler import SamplingState
-from engine.sequence import common_prefix_len
 from kernels.kv_format import FP32, KV_FORMATS
 
 RUNS = 3

@@ -7,14 +7,14 @@ from concurrent.futures import Future
 
 from engine.debugging.audit import audit
 from engine.jobs import Jobs, Slices
+from engine.lane import Lane
 from engine.sequence import Status
-from engine.step_loop import StepLoop
 
 MOST_TOKENS = 4096
 """Sessions with more are looked at on request: computing them again takes long."""
 
 
-def audit_when_idle(loop: StepLoop, session_id: str, jobs: Jobs, busy: Callable[[], bool]) -> None:
+def audit_when_idle(loop: Lane, session_id: str, jobs: Jobs, busy: Callable[[], bool]) -> None:
     """Queue an audit of an idle session; what it finds is the session's last audit, of scope "loop".
 
     It waits while turns run (`busy`), and is given up as soon as the session goes on or another job is queued.

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from engine.debugging.faults import KINDS, rotate
+from engine.debugging.protocol import FaultRequest
 from engine.debugging.quarantine import own_blocks
 from engine.debugging.rows import StoredRows, is_held, read_rows, write_rows
 from engine.debugging.scratch import computed
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.block_pool import OutOfBlocks
+from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import FaultRequest
 from engine.sequence import Sequence, Status
-from engine.step_loop import StepLoop
 
 DEFAULT_AMOUNT = {"shift": 1.0, "wrong_position": 1.0, "scale": 2.0, "overwrite": 1.0}
 MOST_FACTOR = 64.0
 
 
-def inject(loop: StepLoop, parts: EngineParts, request: FaultRequest) -> Slices[dict[str, Any]]:
+def inject(loop: Lane, parts: EngineParts, request: FaultRequest) -> Slices[dict[str, Any]]:
     """Do the damage; `{session_id, kind, layers, start, count, amount, blocks_copied}`.
 
     What each kind does to rows `start : start + count`, with `amount` where it means something:
@@ -105,7 +105,7 @@ def _damaged(
 
 
 def _old_rows(
-    loop: StepLoop, parts: EngineParts, request: FaultRequest, ids: tuple[int, ...]
+    loop: Lane, parts: EngineParts, request: FaultRequest, ids: tuple[int, ...]
 ) -> Slices[tuple[StoredRows, tuple[int, ...]]]:
     """K and V of an earlier history that differs somewhere in the range, and that history."""
     start, end = request.start, request.start + request.count
@@ -132,7 +132,7 @@ def _two_blocks(sequence: Sequence, request: FaultRequest) -> list[int]:
     return [*range(first * size, (first + 1) * size), *range(last * size, (last + 1) * size)]
 
 
-def _checked_sequence(loop: StepLoop, parts: EngineParts, request: FaultRequest) -> Sequence:
+def _checked_sequence(loop: Lane, parts: EngineParts, request: FaultRequest) -> Sequence:
     spec = parts.cache.spec
     if request.kind not in KINDS:
         raise InvalidRequest(f"kind must be one of {', '.join(KINDS)}.")

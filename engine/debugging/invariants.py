@@ -145,7 +145,6 @@ def invariants(cache: PrefixCache, lights: InvariantLights, sequence: Sequence, 
         and all(node.key == _ids(sequence, index, size) for index, node in enumerate(sequence.nodes)),
         "next_position_is_length": not idle or sequence.remaining <= 1,
         "no_position_twice": len(set(blocks)) == len(blocks),
-        "no_block_twice": len(set(blocks)) == len(blocks),
         "every_block_owned": all(cache.pool.ref_count(block_id) > 0 for block_id in blocks),
         "last_block_not_shared": all(cache.pool.ref_count(block_id) == 1 for block_id in last),
         "written_block_has_one_owner": all(

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.debugging.protocol import MapQuery
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.spec import KVCacheSpec
+from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import MapQuery
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence
-from engine.step_loop import StepLoop
 
 WHAT = ("k_norm", "v_norm", "k_similarity", "v_similarity")
 MAX_COLUMNS = 256
@@ -38,7 +38,7 @@ def check_query(query: MapQuery, spec: KVCacheSpec) -> None:
 class CachedIds:
     """What is cached of a session while it is read in slices; turns may go on, but must not change what was there."""
 
-    def __init__(self, loop: StepLoop, session_id: str) -> None:
+    def __init__(self, loop: Lane, session_id: str) -> None:
         """Raises `Conflict` if nothing of the session is in the pool."""
         self._loop, self._session_id = loop, session_id
         sequence = loop.scheduler.find(session_id)
@@ -59,7 +59,7 @@ class CachedIds:
         return sequence
 
 
-def cache_map(loop: StepLoop, parts: EngineParts, session_id: str, query: MapQuery) -> Slices[dict[str, Any]]:
+def cache_map(loop: Lane, parts: EngineParts, session_id: str, query: MapQuery) -> Slices[dict[str, Any]]:
     """The body of `GET /api/sessions/{id}/cache/map`. Changes nothing; turns go on meanwhile.
 
     Every cached position is looked at; a column is a stretch of positions, and its value in a layer is the one there

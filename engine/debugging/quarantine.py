@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.errors import Conflict
 from engine.kv_cache.block_pool import NULL_BLOCK, OutOfBlocks
+from engine.lane import Lane
 from engine.sequence import Sequence, Status
-from engine.step_loop import StepLoop
 
 
-def own_blocks(loop: StepLoop, sequence: Sequence, positions: Iterable[int]) -> int:
+def own_blocks(loop: Lane, sequence: Sequence, positions: Iterable[int]) -> int:
     """Make these positions the sequence's own to write: copies of shared blocks, out of the tree from the first on.
 
     The number of copies. Raises `OutOfBlocks` before anything is changed. What the tree had stays in it.
@@ -51,7 +51,7 @@ class Cut:
     report: dict[str, Any]
 
 
-def repair_cut(loop: StepLoop, session_id: str, found: dict[str, Any]) -> Cut:
+def repair_cut(loop: Lane, session_id: str, found: dict[str, Any]) -> Cut:
     """Cut an idle session's cache before the first wrong position that an audit found. Raises `Conflict`."""
     sequence = loop.scheduler.find(session_id)
     if sequence is not None and sequence.status is not Status.IDLE:
@@ -70,7 +70,7 @@ def repair_cut(loop: StepLoop, session_id: str, found: dict[str, Any]) -> Cut:
     return Cut(tuple(ids[:before]), pending, report)
 
 
-def cut(loop: StepLoop, sequence: Sequence, position: int) -> None:
+def cut(loop: Lane, sequence: Sequence, position: int) -> None:
     """Cut an idle sequence's cache before a wrong position, and expel from tree and kept states what follows it.
 
     Other sessions that share such blocks keep them to themselves.

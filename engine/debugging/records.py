@@ -9,7 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.sequence import Sequence, common_prefix_len
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.sequence import Sequence
 
 VERSIONS = 4
 """Earlier histories that are kept of a session."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.debugging.loops import LoopDetector
+from engine.debugging.precision import balance_of, check_scratch
 from engine.errors import NonFiniteValues
 from engine.jobs import Slices
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
-from engine.precision import balance_of, check_scratch
 from engine.protocol import Loop
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams

@@ -12,11 +12,11 @@ from engine.batch import build_metadata
 from engine.debugging.rows import StoredRows, put_rows, read_rows
 from engine.jobs import Slices
 from engine.kv_cache.block_pool import OutOfBlocks
+from engine.lane import Lane
 from engine.loader import EngineParts
 from engine.replay import Replay
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence
-from engine.step_loop import StepLoop
 
 DECODED = 16
 """Last tokens that the second prefill runs one by one, as replies are made."""
@@ -63,7 +63,7 @@ def continued(parts: EngineParts, ids: SequenceOf[int], rows: StoredRows, start:
     return read_rows(replay.cache, replay.sequence, len(ids))
 
 
-def live(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Run:
+def live(loop: Lane, parts: EngineParts, sequence: Sequence, following: int) -> Run:
     """What is stored of an idle session now; its logits where there is a free block, and slot, to run one token in."""
     loop.runner.sync_blocks()
     count = sequence.cache_pos
@@ -77,13 +77,13 @@ def _live_state(parts: EngineParts, sequence: Sequence) -> State | None:
     return parts.states.export_state(sequence.state.held.slot)
 
 
-def _live_logits(loop: StepLoop, parts: EngineParts, sequence: Sequence, following: int) -> Tensor | None:
+def _live_logits(loop: Lane, parts: EngineParts, sequence: Sequence, following: int) -> Tensor | None:
     logits = logits_behind(loop, parts, sequence, (following,), sequence.cache_pos)
     return None if logits is None else logits[-1].cpu()
 
 
 def logits_behind(
-    loop: StepLoop, parts: EngineParts, sequence: Sequence, token_ids: SequenceOf[int], start: int
+    loop: Lane, parts: EngineParts, sequence: Sequence, token_ids: SequenceOf[int], start: int
 ) -> Tensor | None:
     """float32 logits [n, V] after each of `token_ids`, run behind the first `start` cached tokens of a session.
 

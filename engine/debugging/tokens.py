@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.debugging.protocol import TokenQuery
 from engine.debugging.replays import KeptAs, check_room, follow
 from engine.debugging.scratch import logits_behind
 from engine.errors import InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.origin import Origin
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import TokenQuery
 from engine.sampling.measure import measure
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence as EngineSequence
-from engine.sequence import common_prefix_len
-from engine.step_loop import StepLoop
 
 MAX_COUNT = 256
 ALTERNATIVES = 5
@@ -35,7 +35,7 @@ def check_query(query: TokenQuery) -> None:
         raise InvalidRequest("The prompt of this reply can't be rendered any more.")
 
 
-def token_rows(loop: StepLoop, parts: EngineParts, query: TokenQuery) -> Slices[list[dict[str, Any]]]:
+def token_rows(loop: Lane, parts: EngineParts, query: TokenQuery) -> Slices[list[dict[str, Any]]]:
     """`{logprob, rank, entropy, top1, top}` of tokens `start : start + count`.
 
     `top` are the `ALTERNATIVES` likeliest tokens, `{token_id, token, logprob}`, the token itself among them if it is
@@ -62,7 +62,7 @@ def token_rows(loop: StepLoop, parts: EngineParts, query: TokenQuery) -> Slices[
     return rows
 
 
-def _behind_cache(loop: StepLoop, parts: EngineParts, query: TokenQuery, first: int, end: int) -> Tensor | None:
+def _behind_cache(loop: Lane, parts: EngineParts, query: TokenQuery, first: int, end: int) -> Tensor | None:
     """float32 logits [n, V] before the reply's tokens `first : first + n`, of at most `end`; None where the session's
     cache does not hold all that stands before the first of them, or what it holds gives nothing finite."""
     history = (*query.prompt_ids, *query.reply_ids[:end])
@@ -90,7 +90,7 @@ def rounded(logprob: float, rank: int, entropy: float, top1: float) -> dict[str,
     return {"logprob": round(logprob, 6), "rank": rank, "entropy": round(entropy, 6), "top1": round(top1, 6)}
 
 
-def places(loop: StepLoop, query: TokenQuery) -> list[dict[str, Any]]:
+def places(loop: Lane, query: TokenQuery) -> list[dict[str, Any]]:
     """`{block, slot, origin}` of the same tokens; all None where the session's cache does not hold them now.
 
     `slot` is the place within the block. A cached position counts only if all ids up to it are those of the reply.

@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from engine.debugging.maps import CachedIds
+from engine.debugging.protocol import ValueQuery
 from engine.debugging.replays import check_room
 from engine.debugging.rows import is_held
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import Slices
 from engine.kv_cache.spec import KVCacheSpec
+from engine.lane import Lane
 from engine.loader import EngineParts
-from engine.protocol import ValueQuery
 from engine.replay import Replay
 from engine.sampling.params import check_whole
 from engine.sequence import Sequence
-from engine.step_loop import StepLoop
 from kernels.kv_format import FP32
 
 STORED, IDS = "stored", "ids"
@@ -43,7 +43,7 @@ def check_query(query: ValueQuery, spec: KVCacheSpec) -> None:
     check_whole("position", query.position, 0, 2**31 - 1)
 
 
-def stored_and_exact(loop: StepLoop, parts: EngineParts, session_id: str, query: ValueQuery) -> Slices[dict[str, Any]]:
+def stored_and_exact(loop: Lane, parts: EngineParts, session_id: str, query: ValueQuery) -> Slices[dict[str, Any]]:
     """The body of `GET /api/sessions/{id}/cache/values`. Changes nothing; turns go on meanwhile.
 
     Raises `Conflict` if the row is not in the cache, and `InvalidRequest` if the KV budget has no room for a float32

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.protocol import Loop, TokenMeasure
+from engine.debugging.protocol import TokenMeasure
+from engine.protocol import Loop
 from engine.sampling.params import SamplingParams
 
 SANE = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}

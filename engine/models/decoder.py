@@ -182,7 +182,7 @@ class DecoderModel:
         self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None = None
     ) -> Tensor:
         """Run int64 token_ids [T], storing their K and V; logits float32 [N, vocab] of `meta.logit_rows`."""
-        return self.head(self.hidden_states(token_ids, cache, meta, states)[meta.logit_rows])
+        return self.step(token_ids, cache, meta, states)[1]
 
     @torch.inference_mode()
     def hidden_states(
@@ -198,13 +198,10 @@ class DecoderModel:
         `states` holds the recurrent states of a model that has such, moved on by the step. Raises `StepAbandoned` as
         soon as `abandoned()` is true between two layers; a step of few tokens does not ask.
         """
-        ops, config, weights = self._operations, self.config, self.weights
-        x = weights.embedding(token_ids)
-        if config.embedding_scale != 1.0:
-            x = x * config.embedding_scale
-        if self._fused is not None and self._fused.fits:
-            return self._fused(x, cache, meta, lambda: _go_on(abandoned))
-        step = self._step_context(cache, meta, states)
+        ops, config, weights, fused = self._operations, self.config, self.weights, self._fused
+        if fused is not None and fused.fits:
+            return fused(self._entering(token_ids, fused), cache, meta, lambda: _go_on(abandoned))
+        x, step = self._embedded(token_ids), self._step_context(cache, meta, states)
         if weights.altup is not None:
             x = self._through_streams(weights.altup, token_ids, x, step, abandoned)
         else:
@@ -216,6 +213,31 @@ class DecoderModel:
         if states is not None and step.states is not None:
             states.put_back(step.states)
         return ops.rms_norm(x, weights.norm, config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        states: SSMStatePool | None = None,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden_states` of every token, and logits as `forward`, in one call where the layers' kernels go so far."""
+        fused = self._fused
+        if fused is None or fused.with_logits is None or not (fused.fits and fused.has_head):
+            hidden = self.hidden_states(token_ids, cache, meta, states, abandoned)
+            return hidden, self.head(hidden[meta.logit_rows])
+        tokens = self._entering(token_ids, fused)
+        hidden, logits = fused.with_logits(tokens, cache, meta, meta.logit_rows, lambda: _go_on(abandoned))
+        return hidden, self._capped(logits)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        x, scale = self.weights.embedding(token_ids), self.config.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def _entering(self, token_ids: Tensor, fused: Fused) -> Tensor:
+        return token_ids if fused.embeds else self._embedded(token_ids)
 
     def _mixed(self, layer: DecoderLayer, normed: Tensor, step: StepContext) -> Tensor:
         """normed [T, hidden] -> what the layer's mixer adds to the residual."""
@@ -272,5 +294,8 @@ class DecoderModel:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] after the final norm -> logits float32 [N, vocab]."""
-        logits, cap = self.weights.head(hidden).float(), self.config.logit_cap
+        return self._capped(self.weights.head(hidden).float())
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logit_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.attention import Attention
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLayer, DecoderWeights
-from engine.models.layers import WeightFormat
+from engine.models.layers import BlockEmbedding, WeightFormat
 
 if TYPE_CHECKING:
     from kernels.cpu.step import FusedLayers
@@ -46,6 +46,8 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
         qkv, o, gate_up, down = (linear for linear in layer.linears if isinstance(linear, cpu_step.BlockLinear))
         norms = _norms(layer)
         layers.append(cpu_step.LayerParts(qkv, o, gate_up, down, *norms))
+    embedding, head = weights.embedding, weights.head
+    own_rows = embedding.matrix if isinstance(embedding, BlockEmbedding) and config.embedding_scale == 1.0 else None
     return cpu_step.FusedLayers(
         layers,
         weights.norm,
@@ -55,6 +57,8 @@ def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:
         eps=config.rms_norm_eps,
         rope_scale=weights.ropes[0].scale,
         scale=config.attention_scale,
+        embedding=own_rows,
+        head=head if isinstance(head, cpu_step.BlockLinear) and len(head.parts) == 1 else None,
     )
 
 

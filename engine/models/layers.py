@@ -135,11 +135,10 @@ class BlockEmbedding:
     nbytes = 0
 
     def __init__(self, head: BlockLinear) -> None:
-        self._matrix = head.parts[0]
+        self.matrix = head.parts[0]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        matrix = self._matrix
-        return decode_blocks(matrix.file_rows(token_ids.numpy()), matrix.format)
+        return decode_blocks(self.matrix.file_rows(token_ids.numpy()), self.matrix.format)
 
 
 class WeightLoader:

@@ -26,7 +26,7 @@ from engine.models.qwen3 import QWEN3
 from engine.models.recurrence import Recurrence
 from engine.models.rope import rope_frequencies
 from engine.models.shapes import check_shapes
-from engine.protocol import ProgressCallback
+from engine.weights.download import ProgressCallback
 from engine.weights.gguf_reader import GGUFSource
 from engine.weights.safetensors_reader import SafetensorsSource
 from engine.weights.source import WeightSource

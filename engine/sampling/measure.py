@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.protocol import TokenMeasure
+from engine.debugging.protocol import TokenMeasure
 from kernels.dispatch import row_measures
 
 

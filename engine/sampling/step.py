@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.protocol import TokenMeasure
+from engine.debugging.protocol import TokenMeasure
 from engine.sampling.measure import measure
 from engine.sampling.sampler import SampledLogprob, Sampler, SamplingState
 from kernels.dispatch import row_measures

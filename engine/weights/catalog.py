@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelFileError
-from engine.protocol import ProgressCallback
 from engine.weights import download
+from engine.weights.download import ProgressCallback
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

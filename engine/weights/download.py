@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -18,12 +19,13 @@ from pathlib import Path
 import psutil
 
 from engine.errors import ModelFileError
-from engine.protocol import ProgressCallback
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _CHUNK = 1 << 20
 _POLL_S = 0.2
 _WORK_PREFIX = ".fetch-"
+ProgressCallback = Callable[[str, int, int], None]
+"""`(what, done, total)` while something long runs, e.g. a download in bytes."""
 
 
 class IndexUnavailable(ModelFileError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.cpu import attention_ir, kv_ir, tile_ir
 from kernels.cpu import ir as ir
-from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import first_key, key_place, last_key, layer_group, layer_place, plane_bytes, recent_start
@@ -21,11 +21,7 @@ def _rows(step: int, store_index: int, plane: int, kv: int, block: int, offset: 
         gap = ir.word(ir.word(step, rec.MODEL), rec.DIM) * 4
         widen(step, store_index, plane, kv, block, offset, count, unpacked, gap)
         return unpacked
-    place = key_place(step, store_index, kv, block, offset)
-    if plane == 0:  # values are wanted next
-        size = ir.word(step, rec.HEAD_BYTES)
-        ir.prefetch(place + plane_bytes(step), count, ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS) * size, size)
-    return place + plane * plane_bytes(step)
+    return key_place(step, store_index, kv, block, offset) + plane * plane_bytes(step)
 
 
 @compiled("void(int64, int64, int64, int64)")
@@ -37,12 +33,40 @@ def _hide_around(line: int, first: int, last: int, count: int) -> None:
         ir.put(line, i, MINUS_INFINITY)
 
 
-@compiled("void(int64, int64, int64, int64, int64)")
-def _bring_near(step: int, store_index: int, block: int, first_kv: int, last_kv: int) -> None:
-    """The keys of a block that comes next: a processor can't guess where that lies."""
-    size, kv_heads = ir.word(step, rec.HEAD_BYTES), ir.word(ir.word(step, rec.MODEL), rec.KV_HEADS)
-    place, rows = key_place(step, store_index, first_kv, block, 0), ir.word(step, rec.BLOCK_SIZE)
-    ir.prefetch(place, rows, kv_heads * size, (last_kv - first_kv) * size)
+@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _read_next(step: int, store_index: int, plane: int, kv: int, table: int, place: int, first: int, left: int) -> int:
+    """Where the rows lie that are read after those before `place`: in the next block, or, with nothing `left` in this
+    plane, the first values. A guess: at worst something else is brought near."""
+    block_size = ir.word(step, rec.BLOCK_SIZE)
+    if left == 0:
+        place, plane = first, 1
+    row = key_place(step, store_index, kv, ir.word32(table, place // block_size), place % block_size)
+    return row + plane * plane_bytes(step)
+
+
+@by_address(10)
+def score_rows(
+    step: int, kind: int, heads: int, out: int, q: int, rows: int, count: int, stride: int, kv_heads: int, ahead: int
+) -> int:
+    """Scores of a split as a function of its own: inside a large one its sums would not stay in registers."""
+    model, line = ir.word(step, rec.MODEL), rec.SPLIT * 4
+    dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
+    size, scale = ir.word(step, rec.HEAD_BYTES), ir.get(ir.word(model, rec.SCALARS), 2)
+    attention_ir.scores(kind, heads, out, line, q, rows, count, stride, dim, scale, kv_heads, each, size, ahead)
+    return 0
+
+
+@by_address(10)
+def accumulate_rows(
+    step: int, kind: int, heads: int, out: int, weights: int, rows: int, count: int, stride: int, kv_heads: int,
+    ahead: int,
+) -> int:  # fmt: skip
+    """Its weighted sums of values, likewise."""
+    model, line, size = ir.word(step, rec.MODEL), rec.SPLIT * 4, ir.word(step, rec.HEAD_BYTES)
+    dim, each = ir.word(model, rec.DIM), ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS)
+    gap = ir.word(step, rec.SPLITS) * (dim + 2) * 4
+    attention_ir.accumulate(kind, heads, out, gap, weights, line, rows, count, stride, dim, kv_heads, each, size, ahead)
+    return 0
 
 
 @by_address(7)
@@ -58,7 +82,7 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     position = ir.word(ir.word(step, rec.POSITIONS), t)
     base, first = split * rec.SPLIT, first_key(group, position)
     start, end = max(base, first), min(base + rec.SPLIT, last_key(group, position))
-    recent, whole = recent_start(group, position), (end - base + 7) // 8 * 8
+    recent, whole = recent_start(group, position), rec.padded_to(end - base, ir.WIDTH)
     kept = min(ir.word(group, rec.SINKS), recent)
     shift = recent - kept if ir.word(group, rec.SINKS) else 0
     near = ir.word(step, rec.QKV) + t * ir.word(step, rec.QKV_WIDTH) * 4
@@ -66,11 +90,11 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
     gap, line = splits * (dim + 2) * 4, rec.SPLIT * 4
     parts = ir.word(step, rec.PARTS) + ir.word(ir.word(step, rec.PART_ROWS), t) * heads * gap
     parts += (split - first // rec.SPLIT) * (dim + 2) * 4
-    scale = ir.get(ir.word(model, rec.SCALARS), 2)
-    unpacked, packed = scratch + (last_kv - first_kv) * each * line, kind > kv_ir.BF16
+    functions, packed = ir.word(model, rec.FUNCTIONS), kind > kv_ir.BF16
+    ahead = unpacked = scratch + (last_kv - first_kv) * each * line
     most = rec.UNPACKED_ROWS if packed else block_size
     stride = dim * 4 if packed else ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
-    read = kv_ir.FP32 if packed else kind
+    read, at_once = (kv_ir.FP32, 1) if packed else (kind, last_kv - first_kv)
     for plane in range(2):
         index = start
         while index < end:
@@ -79,17 +103,20 @@ def attend(step: int, layer: int, t: int, split: int, first_kv: int, last_kv: in
                 place, stop, query = index, min(end, kept), far
             offset, block = place % block_size, ir.word32(table, place // block_size)
             count = min(block_size - offset, stop - index, most)
-            if plane == 0 and index + count < end:
-                _bring_near(step, store_index, ir.word32(table, (place + count) // block_size), first_kv, last_kv)
-            for kv in range(first_kv, last_kv):
+            if not packed:
+                left = end - index - count
+                ahead = _read_next(step, store_index, plane, first_kv, table, place + count, start + shift, left)
+            for kv in range(first_kv, last_kv, at_once):
                 rows = _rows(step, store_index, plane, kv, block, offset, count, unpacked)
                 own = scratch + ((kv - first_kv) * each * rec.SPLIT + index - base) * 4
-                for g in range(0, each, kv_ir.MAX_HEADS):
-                    some, head, scores = min(each - g, kv_ir.MAX_HEADS), kv * each + g, own + g * line
+                for g in range(0, each, attention_ir.MAX_HEADS):
+                    some, head, scores = min(each - g, attention_ir.MAX_HEADS), kv * each + g, own + g * line
                     if plane:
-                        kv_ir.accumulate(read, some, parts + head * gap, gap, scores, line, rows, count, stride, dim)
+                        run, out = ir.word(functions, rec.ACCUMULATE), parts + head * gap
+                        ir.call_10(run, step, read, some, out, scores, rows, count, stride, at_once, ahead)
                     else:
-                        kv_ir.scores(read, some, scores, line, query + head * dim * 4, rows, count, stride, dim, scale)
+                        run, q = ir.word(functions, rec.SCORE), query + head * dim * 4
+                        ir.call_10(run, step, read, some, scores, q, rows, count, stride, at_once, ahead)
             index += count
         if plane == 0:
             for head in range(first_kv * each, last_kv * each):

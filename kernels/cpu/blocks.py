@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu import ir as cpu_ir
 from kernels.cpu import records as rec
-from kernels.cpu.decode import FUNCTIONS
+from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.product import dots, project
 from kernels.cpu.team import team
@@ -157,5 +157,5 @@ def _product(matrix: BlockMatrix, x: Tensor, record: Words) -> Tensor:
         scratch.strides[0],
     )
     if tokens:
-        team().run(project, 2, (job.ctypes.data,), (job, record, matrix, x, rows, out, scratch))
+        team().run(project, 2, (job.ctypes.data, 0, 0), (job, record, matrix, x, rows, out, scratch))
     return out

@@ -9,30 +9,13 @@ does not depend on other sequences in the batch.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
-from kernels.cpu.activations import norm, normed, quantise_row
-from kernels.cpu.attention import attend, attention, combined
-from kernels.cpu.compile import compiled
-from kernels.cpu.product import gated, product, task_count
-from kernels.cpu.store import angles, store
+from kernels.cpu.compile import by_address, compiled
+from kernels.cpu.ends import embed, finish_step
+from kernels.cpu.product import task_count
+from kernels.cpu.store import angles
 from kernels.cpu.tickets import finished, wait
-from kernels.cpu.tile_attention import attend_tile
-
-FUNCTIONS = np.zeros(rec.FUNCTION_WORDS, np.int64)
-"""What `rec.FUNCTIONS` points to."""
-FUNCTIONS[rec.QUANTISE_ROW] = quantise_row.address
-FUNCTIONS[rec.NORM_ROW] = norm.address
-FUNCTIONS[rec.NORMED] = normed.address
-FUNCTIONS[rec.PRODUCT] = product.address
-FUNCTIONS[rec.GATED] = gated.address
-FUNCTIONS[rec.STORE] = store.address
-FUNCTIONS[rec.ATTENTION] = attention.address
-FUNCTIONS[rec.ATTEND] = attend.address
-FUNCTIONS[rec.ATTEND_TILE] = attend_tile.address
-FUNCTIONS[rec.COMBINED_ROWS] = combined.address
 
 
 @compiled("void(int64, int64, int64, int64, int64)")
@@ -80,20 +63,20 @@ def _mlp_layer(sync: int, phase: int, step: int, layer: int, scratch: int) -> No
     wait(sync, own, ir.call_9(ir.word(functions, rec.PRODUCT), sync, own, down, act, tokens, work, x, hidden, 1))
 
 
-@compiled("void(int64, int64, int64, int64, int64)")
-def decode(sync: int, step: int, first: int, last: int, thread: int) -> None:
-    """Layers first:last over X; after the last of all, thread 0 puts the last norm into OUT."""
+@by_address(5)
+def decode(sync: int, step: int, first: int, last: int, thread: int) -> int:
+    """Layers first:last over X; before the first of all X is made, after the last of all OUT and LOGITS are."""
     model = ir.word(step, rec.MODEL)
     scratch = ir.word(step, rec.SCRATCH) + thread * ir.word(step, rec.SCRATCH_BYTES)
     angles(step, scratch)
+    if first == 0 and ir.word(step, rec.TOKEN_IDS):
+        embed(sync, step, scratch)
     for layer in range(first, last):
-        phase = (layer - first) * rec.PHASES
+        phase = rec.END_PHASES + (layer - first) * rec.PHASES
         down = ir.word(model, rec.LAYER_RECORDS) + (layer * rec.LAYER_WORDS + rec.DOWN * rec.MATRIX_WORDS) * 8
         if finished(sync, phase + rec.DOWN_DONE) < task_count(down):
             _attention_layer(sync, phase, step, layer, scratch)
             _mlp_layer(sync, phase, step, layer, scratch)
-    if thread == 0 and last == ir.word(model, rec.LAYERS):
-        hidden, run = ir.word(model, rec.HIDDEN), ir.word(ir.word(model, rec.FUNCTIONS), rec.NORM_ROW)
-        for t in range(ir.word(step, rec.TOKENS)):
-            x, out = ir.word(step, rec.X) + t * hidden * 4, ir.word(step, rec.OUT) + t * hidden * 4
-            ir.call_5(run, x, ir.word(model, rec.NORM), ir.word(model, rec.SCALARS), hidden, out)
+    if last == ir.word(model, rec.LAYERS):
+        finish_step(sync, step, scratch)
+    return 0

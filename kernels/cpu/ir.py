@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -18,6 +19,9 @@ Q4_0, Q4_1, Q8_0 = 0, 1, 2
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
 V8 = ir.VectorType(F32, 8)
+WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+"""Numbers that attention takes at once."""
+WIDE = ir.VectorType(F32, WIDTH)
 Value = Any
 
 
@@ -108,30 +112,31 @@ _EXP_TERMS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 
 def exp(b: Any, x: Value) -> Value:
-    """exp of a vector of 8; 0 below -87, infinity above 88, NaN stays NaN."""
-    ints = ir.VectorType(I32, 8)
-    floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(V8, [V8]), "llvm.floor.v8f32")
-    tiny, huge = (b.fcmp_ordered(sign, x, constant(bound, V8)) for sign, bound in (("<", -87.0), (">", 88.0)))
-    x = b.select(tiny, constant(-87.0, V8), b.select(huge, constant(88.0, V8), x))
-    turns = b.call(floor, (fma(b, x, constant(1.4426950408889634, V8), constant(0.5, V8)),))
-    rest = fma(b, turns, constant(-0.693359375, V8), x)
-    rest = fma(b, turns, constant(2.12194440e-4, V8), rest)
-    value = constant(_EXP_TERMS[0], V8)
+    """exp of a vector; 0 below -87, infinity above 88, NaN stays NaN."""
+    kind = x.type
+    ints = ir.VectorType(I32, kind.count)
+    tiny, huge = (b.fcmp_ordered(sign, x, constant(bound, kind)) for sign, bound in (("<", -87.0), (">", 88.0)))
+    x = b.select(tiny, constant(-87.0, kind), b.select(huge, constant(88.0, kind), x))
+    turns = fma(b, x, constant(1.4426950408889634, kind), constant(0.5, kind))
+    turns = llvm_call(b, f"llvm.floor.v{kind.count}f32", kind, turns)
+    rest = fma(b, turns, constant(-0.693359375, kind), x)
+    rest = fma(b, turns, constant(2.12194440e-4, kind), rest)
+    value = constant(_EXP_TERMS[0], kind)
     for term in _EXP_TERMS[1:]:
-        value = fma(b, value, rest, constant(term, V8))
+        value = fma(b, value, rest, constant(term, kind))
     power = b.shl(b.add(b.fptosi(turns, ints), constant(127, ints)), constant(23, ints))
-    value = b.select(tiny, constant(0.0, V8), b.fmul(value, b.bitcast(power, V8)))
-    return b.select(huge, constant(float("inf"), V8), value)
+    value = b.select(tiny, constant(0.0, kind), b.fmul(value, b.bitcast(power, kind)))
+    return b.select(huge, constant(float("inf"), kind), value)
 
 
 @emits("iif", types.float32)
 def exp_sum(b: Any, values: Value, count: Value, largest: Value) -> Value:
-    """values[i] = exp(values[i] - largest) in place, `count` a multiple of 8; returns their sum. NaN stays NaN."""
-    total = variable(b, constant(0.0, V8))
-    b.store(constant(0.0, V8), total)
-    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
-        place = plus(b, values, loop.index, 32)
-        value = exp(b, b.fsub(load(b, place, V8), splat(b, largest, 8)))
+    """values[i] = exp(values[i] - largest) in place, `count` a multiple of WIDTH; returns their sum. NaN stays NaN."""
+    total = variable(b, constant(0.0, WIDE))
+    b.store(constant(0.0, WIDE), total)
+    with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, WIDTH)), intp=I64) as loop:
+        place = plus(b, values, loop.index, 4 * WIDTH)
+        value = exp(b, b.fsub(load(b, place, WIDE), splat(b, largest, WIDTH)))
         store(b, value, place)
         b.store(b.fadd(b.load(total), value), total)
     return sum_of(b, b.load(total))
@@ -140,15 +145,15 @@ def exp_sum(b: Any, values: Value, count: Value, largest: Value) -> Value:
 @emits("iiffi")
 def survey(b: Any, values: Value, count: Value, largest: Value, mine: Value, out: Value) -> None:
     """out float32 [3] = sum of exp(x - largest), sum of exp(x - largest) * (x - largest), how many exceed `mine`;
-    `count` is a multiple of 8."""
-    sums = [variable(b, constant(0.0, V8)) for _ in range(3)]
+    `count` is a multiple of WIDTH."""
+    sums = [variable(b, constant(0.0, WIDE)) for _ in range(3)]
     for total in sums:
-        b.store(constant(0.0, V8), total)
-    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
-        value = load(b, plus(b, values, loop.index, 32), V8)
-        shifted = b.fsub(value, splat(b, largest, 8))
+        b.store(constant(0.0, WIDE), total)
+    with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, WIDTH)), intp=I64) as loop:
+        value = load(b, plus(b, values, loop.index, 4 * WIDTH), WIDE)
+        shifted = b.fsub(value, splat(b, largest, WIDTH))
         weight = exp(b, shifted)
-        more = b.select(b.fcmp_ordered(">", value, splat(b, mine, 8)), constant(1.0, V8), constant(0.0, V8))
+        more = b.select(b.fcmp_ordered(">", value, splat(b, mine, WIDTH)), constant(1.0, WIDE), constant(0.0, WIDE))
         for total, part in zip(sums, (weight, b.fmul(weight, shifted), more), strict=True):
             b.store(b.fadd(b.load(total), part), total)
     for i, total in enumerate(sums):
@@ -157,12 +162,12 @@ def survey(b: Any, values: Value, count: Value, largest: Value, mine: Value, out
 
 @emits("ii", types.float32)
 def zero_or_nan(b: Any, values: Value, count: Value) -> Value:
-    """0 if all are finite, else NaN; `count` is a multiple of 8."""
-    total = variable(b, constant(0.0, V8))
-    b.store(constant(0.0, V8), total)
-    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
-        value = load(b, plus(b, values, loop.index, 32), V8)
-        b.store(fma(b, value, constant(0.0, V8), b.load(total)), total)
+    """0 if all are finite, else NaN; `count` is a multiple of WIDTH."""
+    total = variable(b, constant(0.0, WIDE))
+    b.store(constant(0.0, WIDE), total)
+    with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, WIDTH)), intp=I64) as loop:
+        value = load(b, plus(b, values, loop.index, 4 * WIDTH), WIDE)
+        b.store(fma(b, value, constant(0.0, WIDE), b.load(total)), total)
     return sum_of(b, b.load(total))
 
 
@@ -187,6 +192,11 @@ def get(b: Any, address: Value, index: Value) -> Value:
 @emits("iif")
 def put(b: Any, address: Value, index: Value, value: Value) -> None:
     store(b, value, plus(b, address, index, 4), 4)
+
+
+@emits("iii")
+def put_word(b: Any, address: Value, index: Value, value: Value) -> None:
+    store(b, value, plus(b, address, index, 8), 8)
 
 
 @emits("ii", types.int64)
@@ -231,4 +241,4 @@ def _call(arguments: int) -> Any:
     return call
 
 
-call_4, call_5, call_6, call_7, call_8, call_9 = (_call(n) for n in (4, 5, 6, 7, 8, 9))
+call_4, call_5, call_6, call_7, call_8, call_9, call_10 = (_call(n) for n in range(4, 11))

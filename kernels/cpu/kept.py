@@ -1,4 +1,4 @@
-"""Where compiled CPU kernels are kept, and a child process that compiles them while the app still starts.
+"""Where compiled CPU kernels are kept, and child processes that compile them while the app still starts.
 
 Nothing here imports numba or torch: a start asks it first of all.
 """
@@ -10,13 +10,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 _PREFIX = "cpu-kernels-"
-_COMPLETE = "complete"
-_child: subprocess.Popen[bytes] | None = None
+PARTS = {"attention": "attention", "others": "decode, row_measures, teamwork"}
+"""Modules that are compiled side by side, in about the same time. What both import is compiled twice: numba puts a
+function's file in place as a whole, so it does not matter whose stays."""
+_children: list[subprocess.Popen[bytes]] = []
 
 
 @cache
@@ -41,34 +44,44 @@ def folder() -> Path | None:
 
 
 def is_complete() -> bool:
-    """Whether an earlier start has compiled everything."""
+    """Whether earlier starts have compiled everything."""
     kept = folder()
-    return kept is not None and (kept / _COMPLETE).exists()
+    return kept is not None and all((kept / part).exists() for part in PARTS)
 
 
-def mark_complete() -> None:
+def mark_complete(parts: Iterable[str] = tuple(PARTS)) -> None:
+    """Note that these are compiled."""
     kept = folder()
     if kept is not None:
         with suppress(OSError):
-            (kept / _COMPLETE).touch()
+            for part in parts:
+                (kept / part).touch()
 
 
 def compile_ahead() -> None:
-    """Begin to compile in a process of its own, unless that was done before. Python's lock keeps threads from it."""
-    global _child
-    if folder() is None or is_complete() or _child is not None:
+    """Begin to compile in processes of their own what is not kept yet. Python's lock keeps threads from it."""
+    kept = folder()
+    if kept is None or _children:
         return
-    with suppress(OSError):
-        _child = subprocess.Popen(
-            [sys.executable, "-c", "from kernels.cpu import decode, kept, row_measures; kept.mark_complete()"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    for part, modules in PARTS.items():
+        if not (kept / part).exists():
+            with suppress(OSError):
+                _children.append(_begin(part, modules))
 
 
-def wait_for_child() -> None:
+def _begin(part: str, modules: str) -> subprocess.Popen[bytes]:
+    # Nothing it makes is garbage before it ends.
+    code = f"import gc; gc.disable(); from kernels.cpu import {modules}, kept; kept.mark_complete(['{part}'])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_children() -> None:
     """Until what `compile_ahead` began has ended. Where it failed, whoever needs a kernel compiles it and sees why."""
-    if _child is not None:
-        _child.wait()
+    for child in _children:
+        child.wait()

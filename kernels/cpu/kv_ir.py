@@ -1,4 +1,4 @@
-"""Rows of the KV cache as vector code: scores and weighted sums over 16 and 32 bit rows, and rows in fewer bits.
+"""Rows of the KV cache as vector code: to and from float32, in as many bits or in fewer.
 
 A row is one head of one token. The quantised formats are those of `kernels.kv_format`; their rows are unpacked to
 float32 before they are used, once for all query heads that share them. `dim` is a multiple of 8.
@@ -6,7 +6,8 @@ float32 before they are used, once for all query heads that share them. `dim` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +21,7 @@ from kernels.cpu.ir import (
     I32,
     I64,
     V8,
+    WIDTH,
     Value,
     constant,
     emits,
@@ -29,145 +31,56 @@ from kernels.cpu.ir import (
     plus,
     splat,
     store,
-    sum_of,
     variable,
 )
 
 FP32, FP16, BF16, INT8, FP8, INT4 = range(6)
 WIDE_KINDS = (FP32, FP16, BF16)
-MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
+SIZES = (4, 2, 2)
 GROUP = 32  # channels that share a step and a minimum in int4
 INTS, BYTES = ir.VectorType(I32, 8), ir.VectorType(I8, 8)
 
 
-def _load_kv(b: Any, address: Value, kind: int) -> Value:
+def load_kv(b: Any, address: Value, kind: int, count: int = 8) -> Value:
+    """`count` numbers of a row, as float32."""
+    floats, ints = ir.VectorType(F32, count), ir.VectorType(I32, count)
     if kind == FP32:
-        return load(b, address, V8)
+        return load(b, address, floats)
     if kind == FP16:
-        return b.fpext(load(b, address, ir.VectorType(F16, 8)), V8)
-    return b.bitcast(b.shl(b.zext(load(b, address, ir.VectorType(I16, 8)), INTS), constant(16, INTS)), V8)
+        return b.fpext(load(b, address, ir.VectorType(F16, count)), floats)
+    upper = b.zext(load(b, address, ir.VectorType(I16, count)), ints)
+    return b.bitcast(b.shl(upper, constant(16, ints)), floats)
 
 
-def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
-    """The sum of each of four vectors of 8, as a vector of 4, in the order of `sum_of`."""
-
-    def neighbours(x: Value, y: Value) -> Value:
-        lanes = [ir.Constant(INTS, [base + i for base in (0, 8, 4, 12) for i in (odd, odd + 2)]) for odd in (0, 1)]
-        return b.fadd(*(b.shuffle_vector(x, y, lane) for lane in lanes))
-
-    both = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
-    halves = [ir.Constant(ir.VectorType(I32, 4), [first + i for i in range(4)]) for first in (0, 4)]
-    return b.fadd(*(b.shuffle_vector(both, both, half) for half in halves))
+@contextmanager
+def parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Value]:
+    """A loop over the channels of a row, so many at a time, as far as these go; `beyond` what a loop of so many at a
+    time has done. Gives the first channel."""
+    first = ir.Constant(I64, 0) if not beyond else b.sub(dim, b.urem(dim, ir.Constant(I64, beyond)))
+    count = b.udiv(b.sub(dim, first), ir.Constant(I64, width))
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        yield b.add(first, b.mul(loop.index, ir.Constant(I64, width)))
 
 
-def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None], *values: Value) -> None:
-    """Code for every kind of row and number of heads, of which one is run."""
-    for one in WIDE_KINDS:
-        for number in range(1, MAX_HEADS + 1):
-            same = (
-                b.icmp_signed("==", kind, ir.Constant(I64, one)),
-                b.icmp_signed("==", heads, ir.Constant(I64, number)),
-            )
-            with b.if_then(b.and_(*same)):
-                write(b, one, number, *values)
-
-
-@emits("iiiiiiiiif")
-def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
-    """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
-    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale."""
-    _for_each_kind(b, kind, heads, _scores, *values)
-
-
-@emits("iiiiiiiiii")
-def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
-    """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
-    from one row to the next, values, their count, bytes from one to the next, dim."""
-    _for_each_kind(b, kind, heads, _accumulate, *values)
-
-
-def _scores(
-    b: Any,
-    kind: int,
-    heads: int,
-    out: Value,
-    line: Value,
-    q: Value,
-    keys: Value,
-    count: Value,
-    stride: Value,
-    dim: Value,
-    scale: Value,
-) -> None:
-    size = 4 if kind == FP32 else 2
-
-    def some(first: Value, number: int) -> list[list[Value]]:
-        totals = [[variable(b, constant(0.0, V8)) for _ in range(number)] for _ in range(heads)]
-        for total in (total for row in totals for total in row):
-            b.store(constant(0.0, V8), total)
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            queries = [
-                load(b, plus(b, plus(b, q, part.index, 32), b.mul(dim, ir.Constant(I64, 4 * g))), V8)
-                for g in range(heads)
-            ]
-            for i in range(number):
-                key = b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride))
-                value = _load_kv(b, plus(b, key, part.index, 8 * size), kind)
-                for g in range(heads):
-                    b.store(fma(b, queries[g], value, b.load(totals[g][i])), totals[g][i])
-        return [[b.load(total) for total in row] for row in totals]
-
-    fours = b.lshr(count, ir.Constant(I64, 2))
-    with cgutils.for_range(b, fours, intp=I64) as loop:
-        first = b.shl(loop.index, ir.Constant(I64, 2))
-        for g, row in enumerate(some(first, 4)):
-            sums = b.fmul(_sums_of_four(b, row), splat(b, scale, 4))
-            store(b, sums, plus(b, plus(b, out, first, 4), b.mul(line, ir.Constant(I64, g))))
-    rest = b.and_(count, ir.Constant(I64, 3))
-    with cgutils.for_range(b, rest, intp=I64) as loop:
-        index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
-        for g, row in enumerate(some(index, 1)):
-            value = b.fmul(sum_of(b, row[0]), scale)
-            store(b, value, plus(b, plus(b, out, index, 4), b.mul(line, ir.Constant(I64, g))))
-
-
-def _accumulate(
-    b: Any,
-    kind: int,
-    heads: int,
-    out: Value,
-    gap: Value,
-    weights: Value,
-    line: Value,
-    rows: Value,
-    count: Value,
-    stride: Value,
-    dim: Value,
-) -> None:
-    size = 4 if kind == FP32 else 2
-    with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-        places = [b.add(plus(b, out, part.index, 32), b.mul(gap, ir.Constant(I64, g))) for g in range(heads)]
-        totals = [variable(b, constant(0.0, V8)) for _ in range(heads)]
-        for place, total in zip(places, totals, strict=True):
-            b.store(load(b, place, V8), total)
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            row = b.add(rows, b.mul(loop.index, stride))
-            value = _load_kv(b, plus(b, row, part.index, 8 * size), kind)
-            for g, total in enumerate(totals):
-                at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
-                b.store(fma(b, splat(b, load(b, at, F32), 8), value, b.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
-            store(b, b.load(total), place)
+@contextmanager
+def rest(b: Any, dim: Value) -> Iterator[Value]:
+    """The eight channels that are left where a row is no multiple of WIDTH."""
+    with parts(b, dim, 8, WIDTH) as channel:
+        yield channel
 
 
 def _widen(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
+    size = SIZES[kind]
 
-    @emits("iiii")
-    def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
-        """A row as float32."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            store(b, _load_kv(b, plus(b, row, part.index, 8 * size), kind), plus(b, out, part.index, 32))
+    @emits("iiiiii")
+    def widen(b: Any, out: Value, gap: Value, row: Value, stride: Value, count: Value, dim: Value) -> None:
+        """`count` rows, `stride` bytes apart, as float32, `gap` bytes apart."""
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            source, target = b.add(row, b.mul(loop.index, stride)), b.add(out, b.mul(loop.index, gap))
+            with parts(b, dim, WIDTH) as part:
+                store(b, load_kv(b, plus(b, source, part, size), kind, WIDTH), plus(b, target, part, 4))
+            with rest(b, dim) as part:
+                store(b, load_kv(b, plus(b, source, part, size), kind), plus(b, target, part, 4))
 
     return widen
 
@@ -182,25 +95,20 @@ def _round_bf16(b: Any, value: Value) -> Value:
 
 
 def _save(kind: int) -> Any:
-    size = 4 if kind == FP32 else 2
+    size = SIZES[kind]
 
     @emits("iii")
     def save(b: Any, out: Value, values: Value, dim: Value) -> None:
         """float32 `values` into a cache row."""
-        with cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64) as part:
-            value = load(b, plus(b, values, part.index, 32), V8)
+        with parts(b, dim) as part:
+            value = load(b, plus(b, values, part, 4), V8)
             if kind == FP16:
                 value = b.fptrunc(value, ir.VectorType(F16, 8))
             elif kind == BF16:
                 value = _round_bf16(b, value)
-            store(b, value, plus(b, out, part.index, 8 * size))
+            store(b, value, plus(b, out, part, size))
 
     return save
-
-
-def _parts(b: Any, dim: Value) -> Any:
-    """A loop over the eights of a row."""
-    return cgutils.for_range(b, b.lshr(dim, ir.Constant(I64, 3)), intp=I64)
 
 
 def _rounded(b: Any, value: Value) -> Value:
@@ -214,8 +122,8 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     most = variable(b, constant(0.0, V8))
     b.store(constant(0.0, V8), most)
     for row in (key, value):
-        with _parts(b, dim) as part:
-            size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part.index, 32), V8))
+        with parts(b, dim) as part:
+            size = llvm_call(b, "llvm.fabs.v8f32", V8, load(b, plus(b, row, part, 4), V8))
             b.store(llvm_call(b, "llvm.maxnum.v8f32", V8, b.load(most), size), most)
     largest = llvm_call(b, "llvm.vector.reduce.fmax.v8f32", F32, b.load(most))
     scale = b.fdiv(largest, ir.Constant(F32, 127.0))
@@ -223,24 +131,24 @@ def pack_int8(b: Any, key_out: Value, value_out: Value, scale_out: Value, key: V
     empty = b.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
     divisor = splat(b, b.select(empty, ir.Constant(F32, 1.0), scale), 8)
     for row, out in ((key, key_out), (value, value_out)):
-        with _parts(b, dim) as part:
-            code = _rounded(b, b.fdiv(load(b, plus(b, row, part.index, 32), V8), divisor))
-            store(b, b.trunc(code, BYTES), plus(b, out, part.index, 8))
+        with parts(b, dim) as part:
+            code = _rounded(b, b.fdiv(load(b, plus(b, row, part, 4), V8), divisor))
+            store(b, b.trunc(code, BYTES), plus(b, out, part))
 
 
 @emits("iiii")
 def unpack_int8(b: Any, out: Value, row: Value, scale: Value, dim: Value) -> None:
     factor = splat(b, load(b, scale, F32), 8)
-    with _parts(b, dim) as part:
-        code = b.sitofp(b.sext(load(b, plus(b, row, part.index, 8), BYTES), INTS), V8)
-        store(b, b.fmul(code, factor), plus(b, out, part.index, 32))
+    with parts(b, dim) as part:
+        code = b.sitofp(b.sext(load(b, plus(b, row, part), BYTES), INTS), V8)
+        store(b, b.fmul(code, factor), plus(b, out, part, 4))
 
 
 @emits("iii")
 def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
     """e4m3, saturating; halves to even. Below 2**-6 codes are whole multiples of 2**-9."""
-    with _parts(b, dim) as part:
-        value = load(b, plus(b, values, part.index, 32), V8)
+    with parts(b, dim) as part:
+        value = load(b, plus(b, values, part, 4), V8)
         sign = b.and_(b.lshr(b.bitcast(value, INTS), constant(24, INTS)), constant(0x80, INTS))
         size = llvm_call(b, "llvm.fabs.v8f32", V8, value)
         bits = b.bitcast(llvm_call(b, "llvm.minnum.v8f32", V8, size, constant(448.0, V8)), INTS)
@@ -250,20 +158,20 @@ def pack_fp8(b: Any, out: Value, values: Value, dim: Value) -> None:
         small = b.fcmp_ordered("<", size, constant(2.0**-6, V8))
         code = b.select(small, _rounded(b, b.fmul(size, constant(512.0, V8))), normal)
         code = b.select(b.fcmp_unordered("uno", value, value), constant(0x7F, INTS), code)
-        store(b, b.trunc(b.or_(code, sign), BYTES), plus(b, out, part.index, 8))
+        store(b, b.trunc(b.or_(code, sign), BYTES), plus(b, out, part))
 
 
 @emits("iiii")
 def unpack_fp8(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
     """The code's exponent and mantissa stand where float32 has them; 2**120 makes up for the other bias."""
-    with _parts(b, dim) as part:
-        code = b.zext(load(b, plus(b, row, part.index, 8), BYTES), INTS)
+    with parts(b, dim) as part:
+        code = b.zext(load(b, plus(b, row, part), BYTES), INTS)
         sign = b.shl(b.and_(code, constant(0x80, INTS)), constant(24, INTS))
         size = b.and_(code, constant(0x7F, INTS))
         value = b.fmul(b.bitcast(b.shl(size, constant(20, INTS)), V8), constant(2.0**120, V8))
         nan = b.icmp_unsigned("==", size, constant(0x7F, INTS))
         bits = b.select(nan, constant(0x7FC00000, INTS), b.or_(b.bitcast(value, INTS), sign))
-        store(b, b.bitcast(bits, V8), plus(b, out, part.index, 32))
+        store(b, b.bitcast(bits, V8), plus(b, out, part, 4))
 
 
 def _eights(b: Any, dim: Value, group: Value) -> Value:

@@ -51,6 +51,8 @@ STEPS = 8  # of four columns in a block
 AHEAD = 2048  # bytes of weights that are asked for before they are needed; a processor's own guesses end with a page
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 _AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_VNNI = _AVX2 and bool(_FEATURES.get("avxvnni") or (_FEATURES.get("avx512vnni") and _FEATURES.get("avx512vl")))
 
 
 def _pair_sums(b: Any, products: Value) -> Value:
@@ -73,6 +75,21 @@ def _sum_words(b: Any, words: Value) -> Value:
     if _AVX2:
         return llvm_call(b, "llvm.x86.avx2.pmadd.wd", INTS, words, constant(1, WORDS))
     return _pair_sums(b, b.sext(words, ir.VectorType(I32, 16)))
+
+
+def _add_pairs(b: Any, total: Value | None, unsigned: Value, signed: Value) -> Value:
+    """int16 [16] += products of uint8 and int8, summed by pairs."""
+    part = _dot_bytes(b, unsigned, signed)
+    return part if total is None else b.add(total, part)
+
+
+def _add_dots(b: Any, total: Value | None, unsigned: Value, signed: Value) -> Value:
+    """int32 [8] += products of uint8 and int8, summed by fours."""
+    if HAS_VNNI:
+        parts = (b.bitcast(unsigned, INTS), b.bitcast(signed, INTS))
+        return llvm_call(b, "llvm.x86.avx512.vpdpbusd.256", INTS, total or constant(0, INTS), *parts)
+    part = _sum_words(b, _dot_bytes(b, unsigned, signed))
+    return part if total is None else b.add(total, part)
 
 
 def _with_sign(b: Any, values: Value, of: Value) -> Value:
@@ -98,16 +115,18 @@ def _four_columns(b: Any, codes: Value, step: int) -> Value:
 
 
 def _nibble_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
-    """int32 [8] per token: 8 * 2 * 15 * 127 fits int16, so a block is summed there."""
-    totals: list[Value | None] = [None] * len(xs)
-    for pair in range(STEPS // 2):
-        both = load(b, plus(b, codes, 32 * pair), BYTES)
+    """int32 [8] per token: 8 * 2 * 15 * 127 fits int16, so without VNNI a block is summed there."""
+    add = _add_dots if HAS_VNNI else _add_pairs
+    low: list[Value | None] = [None] * len(xs)
+    high: list[Value | None] = [None] * len(xs)
+    for step in range(STEPS // 2):
+        both = load(b, plus(b, codes, 32 * step), BYTES)
         halves = b.and_(both, constant(15, BYTES)), b.lshr(both, constant(4, BYTES))
-        for step, weights in zip((pair, pair + STEPS // 2), halves, strict=True):
+        for totals, weights, at in zip((low, high), halves, (step, step + STEPS // 2), strict=True):
             for t, x in enumerate(xs):
-                part, before = _dot_bytes(b, weights, _four_columns(b, x, step)), totals[t]
-                totals[t] = part if before is None else b.add(before, part)
-    return [_sum_words(b, total) for total in totals]
+                totals[t] = add(b, totals[t], weights, _four_columns(b, x, at))
+    sums = [b.add(*pair) for pair in zip(low, high, strict=True)]
+    return sums if HAS_VNNI else [_sum_words(b, total) for total in sums]
 
 
 def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
@@ -118,8 +137,7 @@ def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
         sizes = _sizes(b, weights)
         for t, x in enumerate(xs):
             signed = _with_sign(b, _four_columns(b, x, step), weights)
-            part, before = _sum_words(b, _dot_bytes(b, sizes, signed)), totals[t]
-            totals[t] = part if before is None else b.add(before, part)
+            totals[t] = _add_dots(b, totals[t], sizes, signed)
     return list(totals)
 
 
@@ -157,6 +175,40 @@ def _panel(fmt: int, tokens: int) -> Any:
             store(b, b.load(total), plus(b, out, 4 * PANEL * t))
 
     return panel
+
+
+def _row(fmt: int) -> Any:
+    four, floats = ir.VectorType(I8, 4), ir.VectorType(F32, 4)
+
+    def one(b: Any, address: Value) -> Value:
+        return splat(b, b.fpext(load(b, address, F16), F32), 4)
+
+    @emits("iiii")
+    def row(b: Any, panel: Value, blocks: Value, lane: Value, out: Value) -> None:
+        """out float32 [32 blocks] = row `lane` of a panel, as the file's format defines it."""
+        with cgutils.for_range(b, blocks, intp=I64) as loop:
+            record = plus(b, panel, loop.index, PANEL_BYTES[fmt])
+            scale = one(b, plus(b, record, lane, 2))
+            codes = plus(b, plus(b, record, lane, 4), 32 if fmt == Q4_1 else 16)
+
+            def put(step: int, code: Value) -> None:
+                if fmt == Q8_0:
+                    value = b.fmul(b.sitofp(code, floats), scale)
+                elif fmt == Q4_1:
+                    value = b.fadd(b.fmul(b.uitofp(code, floats), scale), one(b, plus(b, plus(b, record, lane, 2), 16)))
+                else:
+                    value = b.fmul(b.fsub(b.uitofp(code, floats), constant(8.0, floats)), scale)
+                store(b, value, plus(b, plus(b, out, loop.index, 128), 16 * step))
+
+            for step in range(STEPS if fmt == Q8_0 else STEPS // 2):
+                both = load(b, plus(b, codes, 32 * step), four)
+                if fmt == Q8_0:
+                    put(step, both)
+                else:
+                    put(step, b.and_(both, constant(15, four)))
+                    put(step + STEPS // 2, b.lshr(both, constant(4, four)))
+
+    return row
 
 
 @emits("iiii")
@@ -217,3 +269,4 @@ def gate_panel(b: Any, out: Value, gate: Value, up: Value) -> None:
 
 panel_q4_0, panel_q4_1, panel_q8_0 = (_panel(fmt, 1) for fmt in (Q4_0, Q4_1, Q8_0))
 tile_q4_0, tile_q4_1, tile_q8_0 = (_panel(fmt, TOKEN_TILE) for fmt in (Q4_0, Q4_1, Q8_0))
+row_q4_0, row_q4_1, row_q8_0 = (_row(fmt) for fmt in (Q4_0, Q4_1, Q8_0))

@@ -115,8 +115,8 @@ def gated(sync: int, phase: int, gate: int, up: int, x: int, tokens: int, scratc
     return total
 
 
-@compiled("void(int64, int64, int64)")
-def project(sync: int, job: int, thread: int) -> None:
+@by_address(5)
+def project(sync: int, job: int, first: int, last: int, thread: int) -> int:
     """out [tokens, rows] = x [tokens, columns] · matrixᵀ, as a record of `rec.JOB_WORDS` says."""
     matrix, tokens, columns = ir.word(job, rec.JOB_MATRIX), ir.word(job, rec.JOB_TOKENS), ir.word(job, rec.JOB_COLUMNS)
     functions, scratch = ir.word(job, rec.JOB_FUNCTIONS), ir.word(job, rec.JOB_SCRATCH)
@@ -131,3 +131,4 @@ def project(sync: int, job: int, thread: int) -> None:
     wait(sync, 0, tokens)
     run, count = ir.word(functions, rec.PRODUCT), ir.word(matrix, rec.ROWS_OUT)
     wait(sync, 1, ir.call_9(run, sync, 1, matrix, rows, tokens, scratch, ir.word(job, rec.JOB_OUT), count, 0))
+    return 0

@@ -9,7 +9,7 @@ from numba.extending import register_jitable
 
 TASK_WEIGHTS = 32768  # weights that one task of a product takes, about
 SPLIT = 128  # cached positions that one task of attention takes for a token
-TILE_ROWS = 48  # queries (tokens * query heads of a KV head) that one task of attention takes together
+TILE_ROWS = 96  # queries (tokens * query heads of a KV head) that one task of attention takes together
 TILE_KEYS = 64  # cached positions that are widened at a time
 PAD = 16  # floats between rows of a tile beyond their own, so that they don't fall into the same cache sets
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
@@ -19,6 +19,8 @@ UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind the score
 (ATTN_NORMED, Q_DONE, K_DONE, V_DONE, STORED, ATTENDED, COMBINED, O_DONE, MLP_NORMED, GATED_DONE, DOWN_DONE, PHASES) = (
     range(12)
 )
+# Phases of a call around its layers, before theirs: embeddings, the last norm, rows that the head takes, logits.
+EMBEDDED, LAST_NORMED, HEAD_ROWS, HEAD_DONE, END_PHASES = range(5)
 
 # A matrix: its panels, their format, bytes of a panel and blocks of a row, rows, float32 bias (0: none), float32
 # factor, and the address of the kernel that multiplies a panel.
@@ -33,12 +35,13 @@ Q, K, V, O, GATE, UP, DOWN, MATRICES = range(8)  # noqa: E741
 ATTN_NORM, MLP_NORM, Q_NORM, K_NORM = range(MATRICES * MATRIX_WORDS, MATRICES * MATRIX_WORDS + 4)
 LAYER_WORDS = K_NORM + 1
 
-# A model. EPS, ROPE_SCALE and what scores are multiplied by lie as float32 at SCALARS.
-(LAYERS, LAYER_RECORDS, HIDDEN, HEADS, KV_HEADS, DIM, SCALARS, INV_FREQ, NORM, FUNCTIONS, MODEL_WORDS) = range(11)
+# A model. EPS, ROPE_SCALE and what scores are multiplied by lie as float32 at SCALARS. EMBEDDING and HEAD are matrices.
+(LAYERS, LAYER_RECORDS, HIDDEN, HEADS, KV_HEADS, DIM, SCALARS, INV_FREQ, NORM, FUNCTIONS) = range(10)
+EMBEDDING, HEAD, MODEL_WORDS = range(10, 13)
 
 # FUNCTIONS: addresses of the kernels that others call.
 (QUANTISE_ROW, NORM_ROW, NORMED, PRODUCT, GATED, STORE, ATTENTION, ATTEND, ATTEND_TILE, COMBINED_ROWS) = range(10)
-FUNCTION_WORDS = 10
+SCORE, ACCUMULATE, SCORE_TILE, ADD_VALUES, FUNCTION_WORDS = range(10, 15)
 
 # A step of TOKENS tokens. float32: X [TOKENS, hidden] the residual stream, QKV, ATTENDED_OUT [TOKENS, heads, dim],
 # PARTS [split tokens, heads, splits, dim + 2] (values, largest score, sum of weights), OUT like X, SINK_Q [TOKENS,
@@ -52,7 +55,10 @@ FUNCTION_WORDS = 10
 # The cache: int64 addresses of extents, blocks [STORES, 2, block size, KV heads, HEAD_BYTES] in each, and of extents of
 # their scales, [STORES, SCALE_PLANES, block size, KV heads, SCALE_BYTES]; float32 BALANCE [layers, KV heads, dim] or 0.
 (EXTENTS, EXTENT_BLOCKS, STORES, BLOCK_SIZE, KV_KIND, HEAD_BYTES) = range(21, 27)
-(SCALE_EXTENTS, SCALE_PLANES, SCALE_BYTES, BALANCE, STEP_WORDS) = range(27, 32)
+(SCALE_EXTENTS, SCALE_PLANES, SCALE_BYTES, BALANCE) = range(27, 31)
+# int64 TOKEN_IDS [TOKENS] if X is to be made of them, else 0; float32 LOGITS [LOGIT_COUNT, vocabulary] of the tokens at
+# int64 LOGIT_ROWS.
+TOKEN_IDS, LOGITS, LOGIT_ROWS, LOGIT_COUNT, STEP_WORDS = range(31, 36)
 
 # A group of layers: int64 [TOKENS] slots, int32 tables [sequences, TABLE_WIDTH], what its queries see, and the items
 # that attention is cut into for each KV head.
@@ -67,8 +73,13 @@ GROUP, STORE_INDEX, OWNER, PLACE_WORDS = range(4)
 
 
 @register_jitable
+def padded_to(count: int, multiple: int) -> int:
+    return (count + multiple - 1) // multiple * multiple
+
+
+@register_jitable
 def padded(columns: int) -> int:
-    return (columns + 31) // 32 * 32
+    return padded_to(columns, 32)
 
 
 @register_jitable

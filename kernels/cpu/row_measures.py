@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from kernels.cpu import ir as ir
 from kernels.cpu import tile_ir
 from kernels.cpu.compile import compiled
 
+if TYPE_CHECKING:  # torch takes a second, which a process that only compiles can do without
+    from torch import Tensor
 
-@compiled("float32(int64, int64)")
+
+@compiled("float32(int64, int64)", from_python=True)
 def _finite(values: int, count: int) -> float:
-    whole = count // 8 * 8
+    whole = count // ir.WIDTH * ir.WIDTH
     found = ir.zero_or_nan(values, whole)
     for i in range(whole, count):
         found += ir.get(values, i) * np.float32(0.0)
     return found
 
 
-@compiled("void(int64, int64, int64, int64)")
+@compiled("void(int64, int64, int64, int64)", from_python=True)
 def _survey(values: int, count: int, chosen: int, out: int) -> None:
     """out float32 [4]: as `ir.survey`, then the value of `chosen` less the largest."""
-    whole = count // 8 * 8
+    whole = count // ir.WIDTH * ir.WIDTH
     largest, mine = tile_ir.largest(values, whole), ir.get(values, chosen)
     for i in range(whole, count):
         largest = max(largest, ir.get(values, i))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kernels.cpu import kv_ir
 from kernels.cpu import records as rec
-from kernels.cpu.blocks import BlockLinear, Words
-from kernels.cpu.decode import FUNCTIONS, decode
+from kernels.cpu.blocks import BlockLinear, BlockMatrix, Words
+from kernels.cpu.decode import decode
+from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.items import Items, group_records, plan_items
 from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.team import team
@@ -91,13 +92,23 @@ class FusedLayers:
         eps: float,
         rope_scale: float,
         scale: float,
+        embedding: BlockMatrix | None = None,
+        head: BlockLinear | None = None,
     ) -> None:
-        """`scale` multiplies scores, `rope_scale` cos and sin."""
+        """`scale` multiplies scores, `rope_scale` cos and sin. `embedding` and `head`, of one matrix, where they are in
+        blocks too: the first and the last thing of a step is then part of its call."""
         self._layers, self._heads, self._group = tuple(layers), heads, heads // kv_heads
         self._dim, self._hidden, self._inner = 2 * len(inv_freq), layers[0].o.rows, layers[0].down.columns
         self._records = np.stack([layer.record() for layer in layers])
         scalars = np.array([eps, rope_scale, scale], np.float32)
-        self._alive = (self._layers, self._records, scalars, norm, inv_freq)
+        self._vocabulary = 0 if head is None else head.rows
+        ends = np.zeros((2, rec.MATRIX_WORDS), np.int64)
+        if embedding is not None:
+            ends[0] = embedding.record()
+        if head is not None:
+            (ends[1],) = head.records()
+        self.embeds, self.has_head = embedding is not None, head is not None
+        self._alive = (self._layers, self._records, scalars, norm, inv_freq, ends, embedding, head)
         self._model = np.zeros(rec.MODEL_WORDS, np.int64)
         self._model[:] = (
             len(layers),
@@ -110,8 +121,11 @@ class FusedLayers:
             inv_freq.data_ptr(),
             norm.data_ptr(),
             FUNCTIONS.ctypes.data,
+            ends[0].ctypes.data,
+            ends[1].ctypes.data,
         )
         self._buffers: dict[tuple[int, int, int, int], _Buffers] = {}
+        self._places: tuple[Any, Words] = ((), np.empty(0, np.int64))
 
     @property
     def fits(self) -> bool:
@@ -119,34 +133,59 @@ class FusedLayers:
         return self._dim % 8 == 0
 
     def __call__(
-        self, embedded: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None
+        self, tokens: Tensor, store: PagedStore, meta: BatchMetadata, between: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """embedded float32 [T, hidden] -> [T, hidden] after the last norm; K and V of the tokens are stored.
+        """`tokens`, int64 [T] ids if `embeds`, else float32 [T, hidden] embeddings -> [T, hidden] after the last norm;
+        K and V of the tokens are stored.
 
         `between` is called now and then in a step of many tokens; what it raises ends the step.
         """
-        count, layers = embedded.shape[0], len(self._layers)
+        return self._run(tokens, store, meta, between, None)
+
+    def with_logits(
+        self, tokens: Tensor, store: PagedStore, meta: BatchMetadata, rows: Tensor, between: Callable[[], None]
+    ) -> tuple[Tensor, Tensor]:
+        """As the call, and logits float32 [N, vocabulary] of the tokens at int64 rows [N]; only if `has_head`."""
+        logits = torch.empty(len(rows), self._vocabulary)
+        return self._run(tokens, store, meta, between, (rows, logits)), logits
+
+    def _run(
+        self,
+        tokens: Tensor,
+        store: PagedStore,
+        meta: BatchMetadata,
+        between: Callable[[], None],
+        wanted: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        count, layers = len(tokens), len(self._layers)
         items = plan_items(meta, store, self._heads // self._group, self._group)
         buffers = self._take(count, items.split_tokens, items.splits, len(store.groups))
-        buffers.x[:count] = embedded.numpy()
         step, alive = self._record(buffers, items, store, meta)
+        if self.embeds:
+            step[rec.TOKEN_IDS] = tokens.data_ptr()
+        else:
+            buffers.x[:count] = tokens.numpy()
+        if wanted is not None:
+            rows, logits = wanted
+            step[rec.LOGITS : rec.STEP_WORDS] = logits.data_ptr(), rows.data_ptr(), len(rows)
         at_once = max(1, layers if count <= FEW_TOKENS else TOKEN_LAYERS // count)
         for first in range(0, layers, at_once):
             if first:
                 between()
             last = min(first + at_once, layers)
-            team().run(decode, (last - first) * rec.PHASES, (step.ctypes.data, first, last), alive)
+            phases = rec.END_PHASES + (last - first) * rec.PHASES
+            team().run(decode, phases, (step.ctypes.data, first, last), (alive, tokens, wanted))
         return torch.from_numpy(buffers.out[:count].copy())
 
     def _record(
         self, buffers: _Buffers, items: Items, store: PagedStore, meta: BatchMetadata
     ) -> tuple[Words, tuple[Any, ...]]:
         """The step's record, and what its addresses point into."""
-        sample = store.extents[0]
-        sequences = np.repeat(np.arange(len(meta.query_lens)), meta.query_lens)
+        sample, lengths = store.extents[0], meta.query_lens
+        sequences = np.arange(len(lengths)) if max(lengths) == 1 else np.repeat(np.arange(len(lengths)), lengths)
         extents = np.array([extent.data_ptr() for extent in store.extents], np.int64)
         scales = np.array([extent.data_ptr() for extent in store.scale_extents], np.int64)
-        groups, places = group_records(meta, store, items), place_records(store)
+        groups, places = group_records(meta, store, items), self._places_of(store)
         step = buffers.words.copy()
         step[rec.TOKENS] = len(sequences)
         step[rec.POSITIONS : rec.PLACES + 1] = (
@@ -158,7 +197,7 @@ class FusedLayers:
             places.ctypes.data,
         )
         fmt, balance = KV_FORMATS[store.kv_format], store.balance
-        step[rec.EXTENTS :] = (
+        step[rec.EXTENTS : rec.BALANCE + 1] = (
             extents.ctypes.data,
             store.blocks_per_extent,
             sample.shape[1],
@@ -172,6 +211,12 @@ class FusedLayers:
         )
         kept = (tuple(store.extents), tuple(store.scale_extents), balance)
         return step, (step, buffers, sequences, items, groups, places, extents, scales, kept, meta, self)
+
+    def _places_of(self, store: PagedStore) -> Words:
+        """The store's `place_records`, those of the last one kept."""
+        if store.places is not self._places[0]:
+            self._places = store.places, place_records(store)
+        return self._places[1]
 
     def _take(self, tokens: int, split_tokens: int, splits: int, groups: int) -> _Buffers:
         """Buffers with room for so much, by doubling; the last few kinds of step keep theirs."""

@@ -7,9 +7,25 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kernels.cpu.ir import F32, I64, V8, Value, constant, emits, fma, load, max_of, plus, splat, store, variable
+from kernels.cpu.ir import (
+    F32,
+    I64,
+    V8,
+    WIDE,
+    WIDTH,
+    Value,
+    constant,
+    emits,
+    fma,
+    load,
+    max_of,
+    plus,
+    splat,
+    store,
+    variable,
+)
 
-ROWS, COLUMNS = 6, 16  # of a product that is held in registers: twelve sums, two rows of b, a value of a
+ROWS, COLUMNS = 6, 2 * WIDTH  # of a product that is held in registers: twelve sums, two rows of b, a value of a
 
 
 @emits("iiiiiiii")
@@ -24,24 +40,25 @@ def multiply(
     depth: Value,
     add: Value,
 ) -> None:
-    """out [6, 16] = add * out + a [6, depth] · right [depth, 16]; float32, strides in bytes."""
+    """out [6, COLUMNS] = add * out + a [6, depth] · right [depth, COLUMNS]; float32, strides in bytes."""
     old = b.icmp_signed("!=", add, ir.Constant(I64, 0))
-    sums = [[variable(b, constant(0.0, V8)) for _ in range(2)] for _ in range(ROWS)]
+    sums = [[variable(b, constant(0.0, WIDE)) for _ in range(2)] for _ in range(ROWS)]
     places = [
-        [plus(b, b.add(out, b.mul(out_stride, ir.Constant(I64, r))), 32 * c) for c in range(2)] for r in range(ROWS)
+        [plus(b, b.add(out, b.mul(out_stride, ir.Constant(I64, r))), 4 * WIDTH * c) for c in range(2)]
+        for r in range(ROWS)
     ]
     for row, addresses in zip(sums, places, strict=True):
         for total in row:
-            b.store(constant(0.0, V8), total)
+            b.store(constant(0.0, WIDE), total)
         with b.if_then(old):
             for total, address in zip(row, addresses, strict=True):
-                b.store(load(b, address, V8), total)
+                b.store(load(b, address, WIDE), total)
     rows = [b.add(a, b.mul(a_stride, ir.Constant(I64, r))) for r in range(ROWS)]
     with cgutils.for_range(b, depth, intp=I64) as loop:
         line = b.add(right, b.mul(right_stride, loop.index))
-        values = [load(b, plus(b, line, 32 * c), V8) for c in range(2)]
+        values = [load(b, plus(b, line, 4 * WIDTH * c), WIDE) for c in range(2)]
         for row, address in zip(sums, rows, strict=True):
-            factor = splat(b, load(b, plus(b, address, loop.index, 4), F32), 8)
+            factor = splat(b, load(b, plus(b, address, loop.index, 4), F32), WIDTH)
             for total, value in zip(row, values, strict=True):
                 b.store(fma(b, factor, value, b.load(total)), total)
     for row, addresses in zip(sums, places, strict=True):
@@ -51,11 +68,11 @@ def multiply(
 
 @emits("ii", types.float32)
 def largest(b: Any, values: Value, count: Value) -> Value:
-    """Of float32 [count], a multiple of 8; -infinity of none. NaN may be passed over."""
-    most = variable(b, constant(float("-inf"), V8))
-    b.store(constant(float("-inf"), V8), most)
-    with cgutils.for_range(b, b.lshr(count, ir.Constant(I64, 3)), intp=I64) as loop:
-        value = load(b, plus(b, values, loop.index, 32), V8)
+    """Of float32 [count], a multiple of WIDTH; -infinity of none. NaN may be passed over."""
+    most = variable(b, constant(float("-inf"), WIDE))
+    b.store(constant(float("-inf"), WIDE), most)
+    with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, WIDTH)), intp=I64) as loop:
+        value = load(b, plus(b, values, loop.index, 4 * WIDTH), WIDE)
         b.store(b.select(b.fcmp_ordered(">", value, b.load(most)), value, b.load(most)), most)
     return max_of(b, b.load(most))
 

@@ -64,6 +64,9 @@ class TritonLayers:
         self._layers, self._norm, self._heads, self._eps, self._gelu = tuple(layers), norm, heads, eps, gelu
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
+    embeds, with_logits = False, None
+    """Embedding and head are kernels of their own."""
+
     @property
     def fits(self) -> bool:
         """All steps go this way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi.testclient import TestClient
 
-from engine.protocol import FaultRequest
+from engine.debugging.protocol import FaultRequest
 from tests.contract.conftest import LOCAL
 from tests.contract.test_sessions import UNKNOWN, assert_error
 from tests.support.chats import tiny_chat

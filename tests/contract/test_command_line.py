@@ -170,8 +170,9 @@ def ask(url: str, method: str, path: str, body: object = None) -> dict:
 
 
 @contextmanager
-def started(data: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The app, and its address once it is ready; killed at the end. It must not say anything but that it is ready."""
+def started(data: Path, *arguments: object, last_word: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The app, and its address once it is ready; killed at the end. It must not say anything but that it is ready, and
+    `last_word` as an error."""
     process = subprocess.Popen(
         command("--port", 0, "--device", "cpu", "--max-seq-len", 512, *arguments),
         stdout=subprocess.PIPE,
@@ -187,7 +188,7 @@ def started(data: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[s
     finally:
         process.kill()
         rest, errors = process.communicate()
-    assert (rest, errors) == ("", "")
+    assert (rest, errors) == ("", last_word)
 
 
 @contextmanager
@@ -237,6 +238,23 @@ def test_a_killed_app_goes_on_with_the_cache_it_had_and_a_signal_ends_it_in_mid_
         assert store.recovered == 0
         reply = store.branch(ended).messages[-1]
     assert reply.status == "complete" and reply.finish_reason in ("cancelled", "length") and reply.content
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_second_interrupt_ends_the_app_at_once_in_one_line(tmp_path, model):
+    """It was the server's traceback, and the exit code that of a clean end."""
+    line = "Interrupted again: KVScope ends at once, and what was not yet stored is lost.\n"
+    with started(tmp_path / "data", "--model", model, last_word=line) as (process, url):
+        session = ask(url, "POST", "/api/sessions")["id"]
+        ask(url, "POST", f"/api/sessions/{session}/messages", {"content": "Hello", "params": {"max_tokens": 4}})
+
+        def interrupted() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        assert wait_until(interrupted, 30) and process.returncode == 130
+    with closing(SessionStore(tmp_path / "data" / "kvscope.db")) as store:
+        assert len(store.branch(session).messages) == 2
 
 
 def test_a_load_that_fails_is_one_sentence(tmp_path, model, run_here):

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.faults import BAMBA, QWEN2, random_fault, run_all, summary
 from engine.debugging.faults import KINDS
+from engine.debugging.protocol import FaultRequest
 from engine.errors import Conflict, Forbidden, InvalidRequest, Stopped
-from engine.protocol import FaultRequest, Finished, GenerateRequest
+from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from tests.support.engines import RecordingEngine, run, tiny_engine

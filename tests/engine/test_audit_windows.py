@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.debugging.protocol import FaultRequest
 from engine.errors import InvalidRequest
-from engine.protocol import FaultRequest
 from tests.engine.test_audit import BLOCK, IDS, REPLY, A, B, places, turn
 from tests.support.engines import RecordingEngine, tiny_engine
 

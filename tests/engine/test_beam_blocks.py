@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.beam_turn import BeamTurn
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, NonFiniteValues
 from engine.kv_cache.spec import KVCacheSpec
@@ -20,7 +19,8 @@ from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerLimits
 from engine.step_loop import StepLoop
-from engine.turn import QueueStream
+from engine.turns.beam_turn import BeamTurn
+from engine.turns.turn import QueueStream
 from kernels.kv_format import KV_FORMATS
 from tests.support.engines import loaded_model, run, tiny_engine
 from tests.support.tiny_tokenizer import chat_tokenizer
@@ -47,8 +47,8 @@ def begin(
 ) -> QueueStream:
     settings = SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **params})
     request = GenerateRequest(prompt, settings, session, beams=BeamParams(num_beams, penalty))
-    stream = QueueStream(request.request_id, lambda: loop.cancel(request.request_id))
-    loop.start(request, stream, lambda: None, time.perf_counter())
+    stream = QueueStream(request.request_id, lambda: loop.turns.cancel(request.request_id))
+    loop.turns.start(request, stream, lambda: None, time.perf_counter())
     return stream
 
 
@@ -69,7 +69,7 @@ def run_out(loop: StepLoop, after=lambda: None) -> None:
 
 
 def beam_turn(loop: StepLoop) -> BeamTurn | None:
-    return next((turn for turn in loop._turns.values() if isinstance(turn, BeamTurn)), None)
+    return next((turn for turn in loop.turns.active() if isinstance(turn, BeamTurn)), None)
 
 
 @pytest.mark.parametrize("eos", [(), (101, 104, 199)])
@@ -89,7 +89,7 @@ def test_memory_is_the_prompt_once_and_each_suffix(num_beams, eos, monkeypatch):
         assert all(table[:prefix] == tables[0][:prefix] for table in tables)
         suffixes = {block for table in tables for block in table[prefix:]}
         assert pool.used_count == prefix + len(suffixes)
-        report = loop.beams(session)
+        report = loop.turns.beams(session)
         assert [line["block_table"] for line in report] == [beam.block_table for beam in turn.beams]
         assert all(line["shared_blocks"] >= prefix for line in report)
         assert all(line["shared_blocks"] + line["own_blocks"] == len(line["block_table"]) for line in report)
@@ -108,7 +108,7 @@ def test_memory_is_the_prompt_once_and_each_suffix(num_beams, eos, monkeypatch):
     winner = loop.scheduler.find(session)
     assert winner is not None and tuple(winner.token_ids) == history[: winner.cache_pos + 1]
     assert pool.used_count == len(winner.block_table)
-    assert loop.beams(session)
+    assert loop.turns.beams(session)
 
 
 def test_a_reply_that_better_ones_displace_gives_its_blocks_back(monkeypatch):

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import ConfigError
 from engine.loader import check_card_has
-from engine.memory_plan import kv_bytes_per_token
-from engine.protocol import GenerateRequest, ProbeQuery
+from engine.memory.plan import kv_bytes_per_token
+from engine.protocol import GenerateRequest
 from engine.sampling.params import SamplingParams
 from kernels.kv_format import KV_FORMATS
 from tests.support.engines import run, tiny_engine

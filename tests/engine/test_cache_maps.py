@@ -12,10 +12,11 @@ import torch
 
 from engine.debugging import maps
 from engine.debugging.maps import drawn, similarity
+from engine.debugging.protocol import FaultRequest, MapQuery, ProbeQuery, ValueQuery
 from engine.debugging.rows import StoredRows, read_rows, write_rows
 from engine.errors import Conflict, InvalidRequest
 from engine.jobs import run_through
-from engine.protocol import FaultRequest, GenerateRequest, MapQuery, ProbeQuery, ValueQuery
+from engine.protocol import GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.support.engines import RecordingEngine, run, tiny_engine
 

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.kv_cache.cache import EXTENT_BYTES, KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
-from engine.memory_plan import kv_bytes, kv_bytes_per_token
+from engine.memory.plan import kv_bytes, kv_bytes_per_token
 from kernels.kv_format import KV_FORMATS
 from tests.support.chats import BLOCK, GREEDY, TinyChat, finished, tiny_chat
 from ui.api.routes import build_api
@@ -38,7 +38,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers(tmp_path, system, messa
     with tiny_chat(tmp_path, context=256) as chat:
         session = chat.store.create(system_prompt=system).id
         rendered = len(system) + len(message)
-        for act in (chat.service.send, chat.service.preview):
+        for act in (chat.service.send, chat.service.prices.preview):
             with pytest.raises(ContextOverflow) as refused:
                 act(session, message)
             numbers = [int(word.strip(",;")) for word in str(refused.value).split() if word.strip(",;").isdigit()]

@@ -100,6 +100,6 @@ def test_the_price_told_beforehand_is_the_price_paid(chat):
     """C01: what the page says a message will cost is what it costs."""
     session = chat.store.create().id
     chat.say(session, "Some filler text. " * 20)
-    told = chat.service.preview(session, "And then?")
+    told = chat.service.prices.preview(session, "And then?")
     stats = chat.say(session, "And then?").stats
     assert (told.prompt_tokens, told.reused_tokens) == (stats.prompt_tokens, stats.reused_tokens)

@@ -99,7 +99,7 @@ def test_a_cut_in_mid_character_ends_before_it(tmp_path):
         chat.assert_parity(turn)
     with tiny_chat(tmp_path, context=2048) as chat:
         assert [message.content for message in chat.store.branch(session).messages[: len(history)]] == history
-        before = chat.service.preview(session, "x").prompt_tokens
+        before = chat.service.prices.preview(session, "x").prompt_tokens
         chat.say(session, "x")
         assert chat.engine.requests[-1].prompt_ids[-1:] == chat.ids("\n") and before > 400
 

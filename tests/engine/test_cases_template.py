@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.miss import find_miss
 from engine.protocol import GenerateRequest
 from engine.sequence import Sequence
 from engine.tokenizer import ChatTokenizer
+from engine.turns.miss import find_miss
 from tests.support import tiny_tokenizer as tiny
 from tests.support.chats import BLOCK, GREEDY, finished, tiny_chat
 from ui.api.routes import build_api

@@ -14,8 +14,9 @@ from engine.kv_cache.block_pool import BlockPool, OutOfBlocks
 from engine.kv_cache.checkpoints import CLEARED, StateCheckpoints
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import Sequence, Status, common_prefix_len
+from engine.sequence import Sequence, Status
 
 SIZE = 4
 

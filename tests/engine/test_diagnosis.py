@@ -13,9 +13,10 @@ import torch
 
 from engine.debugging.diagnosis import audited
 from engine.debugging.loops import find_loop
+from engine.debugging.protocol import DiagnoseQuery, TokenMeasure
 from engine.debugging.replays import distance_from_draw
 from engine.errors import InvalidRequest, Stopped
-from engine.protocol import DiagnoseQuery, Finished, GenerateRequest, TokenDelta, TokenMeasure
+from engine.protocol import Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingState, uniform
 from tests.support.engines import RecordingEngine, loaded_model, run, tiny_engine

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine import fingerprint as fingerprints
 from engine.errors import ContextOverflow, InvalidRequest, NotFound, StorageFailed
-from engine.frozen_text import prefix_ids
 from engine.protocol import ChatMessage, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.tiers import fingerprint as fingerprints
+from engine.tiers.frozen_text import prefix_ids
 from engine.tokenizer import ChatTokenizer
 from tests.support.chats import BLOCK, tiny_chat
 from tests.support.engines import RecordingEngine, run, tiny_engine
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_ignored_naming_the_field(
         expected = first_turn(engine)
     if not options:
         real = fingerprints.fingerprint
-        monkeypatch.setattr("engine.step_loop.fingerprint", lambda parts: {**real(parts), field: "another"})
+        monkeypatch.setattr("engine.lane.fingerprint", lambda parts: {**real(parts), field: "another"})
     with caplog.at_level(logging.WARNING), engine_over(tmp_path, **options) as engine:
         [record] = caplog.records
         assert f"The snapshot's {field} is " in record.getMessage() and frozen["name"] in record.getMessage()

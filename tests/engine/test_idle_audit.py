@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.debugging import idle_audit
-from engine.protocol import FaultRequest, Finished, GenerateRequest
+from engine.debugging.protocol import FaultRequest
+from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from tests.support.fake_engine import wait_until

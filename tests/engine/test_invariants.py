@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.debugging.invariants import InvariantLights, invariants
-from engine.protocol import Failed, FaultRequest, GenerateRequest, TokenDelta
+from engine.debugging.protocol import FaultRequest
+from engine.protocol import Failed, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence, Status

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from engine.debugging.protocol import FaultRequest
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.local import LocalEngine
-from engine.protocol import Failed, FaultRequest, Finished, GenerateRequest
+from engine.protocol import Failed, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from tests.engine.test_snapshots import PROMPT, A, B, C, engine_over
 from tests.support.engines import tiny_engine

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, NonFiniteValues
-from engine.protocol import Failed, Finished, GenerateRequest, PrefillProgress, ProbeQuery, TokenDelta
+from engine.protocol import Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta
 from engine.sampling.params import SamplingParams
 from tests.support.engines import run, tiny_engine
 from tests.support.tiny_tokenizer import chat_tokenizer

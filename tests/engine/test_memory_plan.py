@@ -15,7 +15,8 @@ from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStateSpec
 from engine.loader import assemble
-from engine.memory_plan import (
+from engine.memory.model_plan import PlannedWeights, plan_model, planned_weights
+from engine.memory.plan import (
     ModelSizes,
     human_bytes,
     kv_bytes,
@@ -24,7 +25,6 @@ from engine.memory_plan import (
     plan_memory,
     plan_table,
 )
-from engine.model_plan import PlannedWeights, plan_model, planned_weights
 from engine.models.layers import pick_format
 from engine.models.registry import load_model, read_config
 from engine.weights.gguf_reader import GGUFSource

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from engine import precision, replay
+from engine import replay
+from engine.debugging import precision
+from engine.debugging.protocol import PrecisionQuery
 from engine.errors import ContextOverflow, EngineStopped, InvalidRequest
 from engine.jobs import Jobs, run_through
-from engine.protocol import GenerateRequest, PrecisionQuery, TokenDelta
+from engine.protocol import GenerateRequest, TokenDelta
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams
 from kernels.kv_format import KV_FORMATS

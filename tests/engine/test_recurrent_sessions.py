@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import InvalidRequest, NonFiniteValues
-from engine.protocol import Failed, Finished, GenerateRequest, ProbeQuery, TokenDelta
+from engine.protocol import Failed, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from tests.support.tiny_models import tiny_model

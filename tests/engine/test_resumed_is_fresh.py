@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from engine import speculation
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.protocol import Event, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.sampling.prompt_lookup import Guess, PromptLookup
+from engine.turns import speculation
 from sessions.store import SessionStore
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from ui.chat import ChatService

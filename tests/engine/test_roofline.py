@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import roofline
-from engine.memory_plan import INT4_GROUP, KV_BITS, WEIGHT_BLOCKS, kv_bytes_per_token, matrix_bytes
+from engine.memory.plan import INT4_GROUP, KV_BITS, WEIGHT_BLOCKS, kv_bytes_per_token, matrix_bytes
 from kernels import kv_format, planes
 
 MODELS = {shape.name: shape for shape in roofline.MODELS}

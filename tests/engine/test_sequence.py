@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocks
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.sequence import Sequence, common_prefix_len
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.sequence import Sequence
 
 SIZE = 4
 

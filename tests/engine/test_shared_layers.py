@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention_layout import attention_layout
 from engine.config import EngineConfig
+from engine.debugging.protocol import FaultRequest
 from engine.errors import ConfigError, ModelFileError
 from engine.loader import assemble
-from engine.model_plan import PlannedWeights, plan_model, planned_weights
+from engine.memory.model_plan import PlannedWeights, plan_model, planned_weights
 from engine.models.gemma3n import config_from_gemma3n, kv_owners
 from engine.models.layers import pick_format
 from engine.models.registry import load_model, read_config
-from engine.protocol import FaultRequest
 from engine.weights.safetensors_reader import SafetensorsSource
 from kernels.layer_groups import owners
 from tests.engine.test_snapshots import PROMPT, A, B, engine_over, logprobs, turn

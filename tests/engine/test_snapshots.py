@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import fingerprint as fingerprints
-from engine import snapshots
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from engine.kv_cache.durable import write_durably
-from engine.protocol import Finished, GenerateRequest, ProbeQuery
+from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
+from engine.tiers import fingerprint as fingerprints
+from engine.tiers import snapshots
 from tests.support.chats import BLOCK, finished, tiny_chat
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from tests.support.fake_engine import wait_until
@@ -249,7 +250,7 @@ def test_a_killed_app_has_what_the_last_turn_left(tmp_path: Path) -> None:
 
 
 def test_a_busy_engine_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.keeper.BUSY_WAIT_S", 0.0)
+    monkeypatch.setattr("engine.tiers.keeper.BUSY_WAIT_S", 0.0)
     with engine_over(tmp_path) as engine:
         endless = engine.generate(
             GenerateRequest(PROMPT[:5], SamplingParams(max_tokens=480, ignore_eos=True, seed=1), B)
@@ -384,7 +385,7 @@ def test_every_other_field_of_the_fingerprint_counts(tmp_path: Path, field: str,
         turn(engine, A, PROMPT)
         assert field in saved(engine, A)["fingerprint"]
     real = fingerprints.fingerprint
-    monkeypatch.setattr("engine.step_loop.fingerprint", lambda parts: {**real(parts), field: "another"})
+    monkeypatch.setattr("engine.lane.fingerprint", lambda parts: {**real(parts), field: "another"})
     with engine_over(tmp_path, **options) as engine:
         assert engine.restore(A) == 0 and f"The snapshot's {field} is " in engine.inspect(A)["refused"]
 
@@ -464,7 +465,7 @@ def test_a_state_that_verifies_and_cannot_be_is_refused_with_its_blocks(
     tmp_path: Path, kind: str, state, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, engine_over(tmp_path, kind=kind) as engine:
-        patch.setattr("engine.keeper.SessionKeeper._state", state)
+        patch.setattr("engine.tiers.keeper.SessionKeeper._state", state)
         turn(engine, A, PROMPT)
     with engine_over(tmp_path, kind=kind) as engine:
         if (kind, state) == ("mamba2", none_at_all):
@@ -596,7 +597,7 @@ def test_the_chat_keeps_its_cache_over_a_restart(tmp_path: Path) -> None:
         last = chat.say(session, "And then?").stats
     with tiny_chat(tmp_path, **options) as chat:
         assert chat.engine.inspect(session)["cache_pos"] == last.cache_pos > 450
-        assert chat.service.preview(session, "Go on").reused_tokens >= last.cache_pos
+        assert chat.service.prices.preview(session, "Go on").reused_tokens >= last.cache_pos
         turn_ = chat.service.send(session, "Go on", GREEDY)
         stats = finished(turn_).stats
         assert stats.reused_tokens >= last.cache_pos - BLOCK and stats.miss is None

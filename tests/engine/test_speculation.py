@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import speculation
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest
 from engine.protocol import ChatMessage, Event, Failed, Finished, GenerateRequest, TokenDelta
@@ -19,6 +18,7 @@ from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingState
 from engine.sampling.step import StepOutput, sample_on_host
+from engine.turns import speculation
 from engine.weights.catalog import ModelSource
 from tests.support.engines import RecordingEngine, run, tiny_engine, tiny_parts
 

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.keeper import SessionKeeper
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache
 from engine.kv_cache.checkpoints import StateCheckpoints
@@ -23,13 +22,15 @@ from engine.kv_cache.compaction import compact
 from engine.kv_cache.held import HeldBlocks
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.kv_cache.spec import KVCacheSpec
 from engine.kv_cache.ssm_state import SSMStatePool
 from engine.model_runner import ModelRunner
-from engine.restore import NoRoom, Restorer
 from engine.scheduler import ScheduledBatch, Scheduler, SchedulerLimits
-from engine.sequence import Sequence, Status, common_prefix_len
+from engine.sequence import Sequence, Status
+from engine.tiers.keeper import SessionKeeper
+from engine.tiers.restore import NoRoom, Restorer
 from kernels.kv_format import FP32
 from tests.support.chain_model import STATE, ChainModel, chain
 

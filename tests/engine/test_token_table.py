@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from engine.debugging import tokens
+from engine.debugging.protocol import FaultRequest, TokenQuery
 from engine.debugging.scratch import logits_behind
 from engine.kv_cache.origin import Origin
-from engine.protocol import FaultRequest, GenerateRequest, TokenDelta, TokenQuery
+from engine.protocol import GenerateRequest, TokenDelta
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams
 from tests.support.chats import GREEDY, tiny_chat

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.debugging.protocol import TokenMeasure
 from engine.debugging.verdict import Drift, Findings, advice, cure, drift, judge, stronger
-from engine.protocol import Loop, TokenMeasure
+from engine.protocol import Loop
 from engine.sampling.params import SamplingParams
 
 LOOP = Loop(3, 10, 12)

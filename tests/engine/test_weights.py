@@ -87,7 +87,7 @@ def test_tied_blocks_of_a_file_are_held_once_and_give_the_same_rows(tmp_path, ki
     file = save_gguf(tiny_model("llama"), tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
     weights, ids = load_model(file, CPU, "auto").weights, torch.tensor([5, 0, 319, 5])
     assert isinstance(weights.embedding, BlockEmbedding)
-    assert weights.embedding._matrix is weights.head.parts[0]
+    assert weights.embedding.matrix is weights.head.parts[0]
     assert torch.equal(weights.embedding(ids), GGUFSource(file).rows("embed.weight", ids))
 
 

@@ -15,8 +15,9 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.compaction import compact
 from engine.kv_cache.integrity import check_integrity
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.scheduler import ScheduledItem, Scheduler, SchedulerLimits
-from engine.sequence import Sequence, Status, common_prefix_len
+from engine.sequence import Sequence, Status
 from kernels.layer_groups import LayerGroup
 from tests.support.chain_model import chain
 

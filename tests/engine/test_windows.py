@@ -17,7 +17,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache import KVCache, fitting_extent_bytes
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.spec import KVCacheSpec
-from engine.memory_plan import ModelSizes, kv_bytes, kv_bytes_per_token, plan_memory, plan_table
+from engine.memory.plan import ModelSizes, kv_bytes, kv_bytes_per_token, plan_memory, plan_table
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
@@ -154,7 +154,7 @@ def set_chunk(engine, chunk: int) -> None:
 
 
 def benchmark_query(layer: int):
-    from engine.protocol import ProbeQuery
+    from engine.debugging.protocol import ProbeQuery
 
     return ProbeQuery("k", layer, 0, 0, 10, 4)
 

@@ -67,7 +67,7 @@ def compiled(layers, cache, meta, q, sink_q):
 
     from kernels.cpu import ir
     from kernels.cpu import records as rec
-    from kernels.cpu.decode import FUNCTIONS
+    from kernels.cpu.functions import FUNCTIONS
     from kernels.cpu.items import plan_items
 
     kv_heads = cache.spec.num_kv_heads

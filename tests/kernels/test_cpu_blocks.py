@@ -136,3 +136,21 @@ def test_blocks_are_kept_as_they_are_and_counted(kind):
     assert matrix.panels.nbytes == 24 * data.shape[1]
     chosen = np.array([20, 0, 9, 9, 15])
     assert np.array_equal(matrix.file_rows(chosen), data[chosen])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_for_embeddings_are_those_of_the_file(kind):
+    """Bit for bit: layers that are run one by one start from what the file's own rows say."""
+    import numba
+
+    from kernels.cpu import blocks as cpu_blocks
+    from kernels.cpu import panel_ir
+
+    emitted = getattr(panel_ir, f"row_{kind.lower()}")
+    row_of = numba.njit("void(int64, int64, int64, int64)")(lambda a, b, c, d: emitted(a, b, c, d))
+    data = gguf.quantize(random(19, 96).numpy(), gguf.GGMLQuantizationType[kind])
+    expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    matrix, out = cpu_blocks.from_file(data, kind, 96), np.zeros(96, np.float32)
+    for row in (0, 7, 8, 18):
+        row_of(matrix.panels[row // 8].ctypes.data, 3, row % 8, out.ctypes.data)
+        assert np.array_equal(out, expected[row])

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 
 import gguf
 import pytest
@@ -189,6 +190,19 @@ def test_sequences_of_a_batch_equal_each_alone(folder):
     together = model.forward(torch.cat([IDS[s : s + n] for s, n, _ in items]), store(), make_metadata(items))
     alone = [model.forward(IDS[s : s + n], store(), make_metadata([(s, n, t)])) for s, n, t in items]
     assert torch.equal(together, torch.cat(alone))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_logits_in_the_layers_call_equal_the_heads_own(folder, kind):
+    """Of some tokens of a step, in any order; with the head of its own and with one that is the embedding."""
+    model = load(folder, kind, "Q4_1")
+    assert model._fused.has_head
+    meta = make_metadata([(0, 40, TABLE)])
+    meta = replace(meta, logit_rows=torch.tensor([39, 3, 17]))
+    hidden, logits = model.step(IDS[:40], make_cache(model, blocks=96), meta)
+    assert torch.equal(hidden, model.hidden_states(IDS[:40], make_cache(model, blocks=96), meta))
+    assert torch.equal(logits, model.head(hidden[meta.logit_rows]))
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.cuda_graph import DecodeGraphs
-from engine.memory_plan import PENALTY_BYTES
+from engine.memory.plan import PENALTY_BYTES
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampledTokens, Sampler, SamplingParams, SamplingState
 from engine.sampling.step import StepOutput, StepTokens

@@ -19,7 +19,7 @@ from engine.models.registry import load_model
 from engine.protocol import Event, Failed, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.step_loop import StepLoop
-from engine.turn import QueueStream
+from engine.turns.turn import QueueStream
 from kernels.gpu import tuning
 from kernels.registry import OPS
 from tests.support.engines import tiny_parts
@@ -52,7 +52,7 @@ class Replies:
 
     def start(self, prompt: tuple[int, ...], params: SamplingParams, session_id: str | None = None) -> None:
         stream = QueueStream("", lambda: None)
-        self.loop.start(GenerateRequest(prompt, params, session_id), stream, lambda: None, time.perf_counter())
+        self.loop.turns.start(GenerateRequest(prompt, params, session_id), stream, lambda: None, time.perf_counter())
         self.streams.append(stream)
 
     @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -10,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from engine.debugging.protocol import ProbeQuery
 from engine.errors import EngineStopped
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import (
     ChatMessage,
     Event,
@@ -19,7 +20,6 @@ from engine.protocol import (
     Loop,
     Miss,
     PrefillProgress,
-    ProbeQuery,
     Prompt,
     Span,
     TokenDelta,
@@ -99,7 +99,7 @@ class FakeStream:
         engine, request = self._engine, self._request
         prompt = list(request.prompt_ids)
         old = engine.caches.get(request.session_id or "", [])
-        reused = _common(old, prompt)
+        reused = _reusable(old, prompt)
         miss = None
         if reused < len(old):
             wanted = prompt[reused] if reused < len(prompt) else None
@@ -159,14 +159,14 @@ class FakeEngine:
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
         self._need_ok()
-        return _common(self.caches.get(session_id or "", []), list(prompt_ids))
+        return _reusable(self.caches.get(session_id or "", []), list(prompt_ids))
 
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         cached = self.caches.get(session_id, [])
-        self.caches[new_session_id] = cached[: _common(cached, list(token_ids))]
+        self.caches[new_session_id] = cached[: _reusable(cached, list(token_ids))]
 
     def stored_sessions(self) -> list[str]:
         return []
@@ -187,7 +187,8 @@ class FakeEngine:
             "bytes_per_token": 23040, "bytes_used": count * 23040, "bytes_reserved": len(blocks) * BLOCK * 23040,
             "kv_ratio": 2.5 if count else None,
             "away": self.away, "refused": self.refused,
-            "invariants": {"cache_pos_within_blocks": True, "no_block_twice": True}, "violation": None, "audit": None,
+            "invariants": {"cache_pos_within_blocks": True, "no_position_twice": True},
+            "violation": None, "audit": None,
         }  # fmt: skip
 
     def probe(self, session_id: str, query: ProbeQuery) -> list[dict[str, Any]]:
@@ -245,6 +246,6 @@ def fake_chat(path: Any, **engine: Any) -> ChatService:
     return ChatService(SessionStore(path), FakeEngine(**engine))  # type: ignore[arg-type]
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
-    return min(sum(1 for _ in same), max(len(right) - 1, 0))
+def _reusable(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """One token is always evaluated."""
+    return min(common_prefix_len(cached, prompt), max(len(prompt) - 1, 0))

@@ -8,6 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.debugging.protocol import (
+    DiagnoseQuery,
+    FaultRequest,
+    MapQuery,
+    PrecisionQuery,
+    ProbeQuery,
+    TokenQuery,
+    ValueQuery,
+)
 from engine.debugging.timeline import TurnTrace
 from engine.debugging.tokens import check_query
 from engine.debugging.trace_events import trace_events
@@ -21,26 +30,12 @@ from engine.errors import (
     NotFound,
     Stopped,
 )
-from engine.frozen_text import check_text, name_of, prefix_ids
+from engine.jobs import never
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.prompt import effective_max_tokens
-from engine.protocol import (
-    DiagnoseQuery,
-    Event,
-    Failed,
-    FaultRequest,
-    Finished,
-    GenerateRequest,
-    MapQuery,
-    PrecisionQuery,
-    PrefillProgress,
-    ProbeQuery,
-    TokenDelta,
-    TokenLogprob,
-    TokenQuery,
-    ValueQuery,
-    never,
-)
+from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
 from engine.stats import EngineMetrics, TurnMeter
+from engine.tiers.frozen_text import check_text, name_of, prefix_ids
 from engine.tokenizer.detokenizer import Detokenizer
 from tests.support.tiny_tokenizer import chat_tokenizer
 
@@ -95,8 +90,8 @@ class FakeEngine:
 
     def cached_prefix(self, session_id: str | None, prompt_ids: Sequence[int]) -> int:
         """The longest prefix that any session has in its cache, whole blocks of another one's."""
-        own = _common(self.caches.get(session_id, ()), prompt_ids)
-        shared = max((_common(ids, prompt_ids) // BLOCK * BLOCK for ids in self.caches.values()), default=0)
+        own = common_prefix_len(self.caches.get(session_id, ()), prompt_ids)
+        shared = max((common_prefix_len(ids, prompt_ids) // BLOCK * BLOCK for ids in self.caches.values()), default=0)
         return max(min(max(own, shared), len(prompt_ids) - 1), 0)
 
     def release(self, session_id: str) -> None:
@@ -105,7 +100,7 @@ class FakeEngine:
 
     def fork(self, session_id: str, new_session_id: str, token_ids: Sequence[int]) -> None:
         cached = list(self.caches.get(session_id, ()))
-        self.caches[new_session_id] = cached[: _common(cached, token_ids)]
+        self.caches[new_session_id] = cached[: common_prefix_len(cached, token_ids)]
 
     def snapshot(self, session_id: str) -> dict[str, Any]:
         self._check()
@@ -366,12 +361,3 @@ def wait_until(condition: Any, timeout_s: float = 5.0) -> bool:
             return True
         time.sleep(0.01)
     return bool(condition())
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

@@ -100,7 +100,7 @@ def test_selection_is_followed_and_kept_within_the_model(page):
 
 
 def _query(layer: int, head: int):
-    from engine.protocol import ProbeQuery
+    from engine.debugging.protocol import ProbeQuery
 
     return ProbeQuery("k", layer, head, 0, 10)
 

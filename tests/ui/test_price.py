@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import InvalidRequest, NotFound
-from engine.miss import THINKING_STRIPPED
+from engine.turns.miss import THINKING_STRIPPED
 from sessions.models import TurnRecord
 from tests.support.chats import TinyChat, finished, tiny_chat
 from tests.support.tiny_tokenizer import QWEN3
@@ -35,7 +35,7 @@ def users(chat: TinyChat, session_id: str) -> list[str]:
 
 
 def test_an_edit_costs_what_was_told_before(chat, session_id):
-    told = chat.service.price(session_id, "edit", users(chat, session_id)[1], "And how broad is it?")
+    told = chat.service.prices.price(session_id, "edit", users(chat, session_id)[1], "And how broad is it?")
     assert told["tokens"] == told["prompt_tokens"] - told["reused_tokens"] > 0
     assert told["seconds"] == pytest.approx(told["tokens"] / told["tokens_per_s"], rel=0.05, abs=1e-3)
     chat.engine.script.append(chat.ids("Yes.<|im_end|>"))
@@ -44,7 +44,7 @@ def test_an_edit_costs_what_was_told_before(chat, session_id):
 
 
 def test_another_answer_costs_what_was_told_before(chat, session_id):
-    told = chat.service.price(session_id, "regenerate")
+    told = chat.service.prices.price(session_id, "regenerate")
     chat.engine.script.append(chat.ids("No.<|im_end|>"))
     done = finished(chat.service.regenerate(session_id))
     assert done.stats.computed_tokens == told["tokens"] < told["prompt_tokens"] / 2
@@ -52,27 +52,27 @@ def test_another_answer_costs_what_was_told_before(chat, session_id):
 
 def test_taking_back_and_branching_are_all_but_free_and_another_format_is_not(chat, session_id):
     held = chat.engine.inspect(session_id)["cache_pos"]
-    assert chat.service.price(session_id, "undo")["tokens"] == 0
-    assert chat.service.price(session_id, "fork")["tokens"] < 8
-    told = chat.service.price(session_id, "kv_format")
+    assert chat.service.prices.price(session_id, "undo")["tokens"] == 0
+    assert chat.service.prices.price(session_id, "fork")["tokens"] < 8
+    told = chat.service.prices.price(session_id, "kv_format")
     assert told["reused_tokens"] == 0 and told["tokens"] >= held
-    assert chat.service.price(session_id, "send", content="More?")["tokens"] < held / 2
+    assert chat.service.prices.price(session_id, "send", content="More?")["tokens"] < held / 2
 
 
 def test_prices_are_refused_like_the_acts(chat, session_id):
     for action, content in (("dance", None), ("send", None), ("send", " ")):
         with pytest.raises(InvalidRequest):
-            chat.service.price(session_id, action, None, content)
+            chat.service.prices.price(session_id, action, None, content)
     with pytest.raises(NotFound):
-        chat.service.price(session_id, "edit", session_id)
+        chat.service.prices.price(session_id, "edit", session_id)
 
 
 def test_an_edit_leaves_a_card_with_both_texts_and_the_time(chat, session_id):
-    assert chat.service.misses(session_id) == []
+    assert chat.service.prices.misses(session_id) == []
     chat.engine.script.append(chat.ids("Yes.<|im_end|>"))
     turn = chat.service.edit(session_id, users(chat, session_id)[1], "And how broad is it?")
     view = finished(turn)
-    [card] = chat.service.misses(session_id)
+    [card] = chat.service.prices.misses(session_id)
     assert (card["cause"], card["message_id"]) == ("edit", turn.message_id)
     assert card["text_before"].endswith("And how ") and card["text_cached"].startswith("wide")
     assert card["text_wanted"].startswith("broad")

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.debugging.protocol import FaultRequest
 from engine.errors import InvalidRequest
-from engine.protocol import FaultRequest
 from ui.api.bodies import Json, checked_uuid, optional, read_object, required_text
 from ui.api.inspection import known_session
 from ui.api.waiting import while_connected
@@ -45,7 +45,7 @@ def add_audit_routes(api: FastAPI, chat: ChatService) -> None:
     @api.get("/api/sessions/{session_id}/misses")
     async def misses(session_id: str) -> Response:
         session_id = checked_uuid(session_id)
-        return Json({"session_id": session_id, "misses": await asyncio.to_thread(chat.misses, session_id)})
+        return Json({"session_id": session_id, "misses": await asyncio.to_thread(chat.prices.misses, session_id)})
 
     @api.post("/api/sessions/{session_id}/price")
     async def price(session_id: str, request: Request) -> Response:
@@ -57,7 +57,7 @@ def add_audit_routes(api: FastAPI, chat: ChatService) -> None:
             None if message_id is None else checked_uuid(message_id, "message"),
             optional(body, "content", str),
         )
-        return Json(await asyncio.to_thread(chat.price, session_id, *given))
+        return Json(await asyncio.to_thread(chat.prices.price, session_id, *given))
 
     @api.post("/api/debug/inject")
     async def inject(request: Request) -> Response:

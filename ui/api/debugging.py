@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from engine.protocol import TokenQuery
+from engine.debugging.protocol import TokenQuery
 from ui.api.bodies import Json, checked_uuid, optional, read_object
 from ui.api.waiting import while_connected
 from ui.chat import ChatService

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.debugging.protocol import MapQuery, ProbeQuery, ValueQuery
 from engine.errors import EngineStopped, InvalidRequest, NotFound
-from engine.protocol import MapQuery, ProbeQuery, ValueQuery
 from sessions.errors import NotStored
 from ui.api.bodies import Json, checked_uuid, read_object, required_text
 from ui.api.messages import check_token_range, parse_messages, parse_token_ids

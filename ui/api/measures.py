@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from engine.memory_plan import session_bytes
-from engine.protocol import PrecisionQuery
+from engine.debugging.protocol import PrecisionQuery
+from engine.memory.plan import session_bytes
 from ui.advice import advise
 from ui.api.bodies import Json, checked_uuid, optional, read_object
 from ui.chat import ChatService

@@ -23,7 +23,8 @@ from ui.api.generation import Reply, finished_turn
 from ui.api.openai_shapes import kvscope
 from ui.api.params import parse_params
 from ui.api.sse import EventResponse, error_data, event
-from ui.chat import MAX_MESSAGE_CHARS, ChatService
+from ui.chat import ChatService
+from ui.checks import MAX_MESSAGE_CHARS
 from ui.turn import Turn
 
 LISTED = 200

@@ -6,31 +6,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine import precision, probes
-from engine.debugging import diagnosis, maps, tokens, values
+from engine import probes
+from engine.debugging import diagnosis, maps, precision, tokens, values
 from engine.debugging.audit import audit
 from engine.debugging.inject import inject
-from engine.debugging.quarantine import repair_cut
-from engine.debugging.trace_events import trace_events
-from engine.engine_thread import EngineThread
-from engine.errors import ContextOverflow, Forbidden, InvalidRequest
-from engine.jobs import cancellable
-from engine.loader import EngineParts
-from engine.protocol import (
+from engine.debugging.protocol import (
     DiagnoseQuery,
-    Failed,
     FaultRequest,
-    Finished,
-    GenerateRequest,
     MapQuery,
     PrecisionQuery,
     ProbeQuery,
     TokenQuery,
     ValueQuery,
-    never,
 )
+from engine.debugging.quarantine import repair_cut
+from engine.debugging.trace_events import trace_events
+from engine.engine_thread import EngineThread
+from engine.errors import ContextOverflow, Forbidden, InvalidRequest
+from engine.jobs import cancellable, never
+from engine.loader import EngineParts
+from engine.protocol import Failed, Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
-from engine.turn import QueueStream
+from engine.turns.turn import QueueStream
 
 
 class DebuggingCalls(EngineThread, ABC):

@@ -15,8 +15,8 @@ from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.snapshot import SnapshotStore
 from engine.kv_cache.snapshot_writer import SnapshotWriter
-from engine.restore import NoRoom, audit_blocks
-from engine.step_loop import StepLoop
+from engine.lane import Lane
+from engine.tiers.restore import NoRoom, audit_blocks
 
 MOST_BYTES = 8 * 2**30
 DISK_SHARE = 0.25
@@ -42,7 +42,7 @@ class Snapshots:
         self.forgive(job.session_id)
 
     def bring_back(
-        self, session_id: str, displacing: bool, loop: StepLoop, post: Callable[[Callable[[], None]], None]
+        self, session_id: str, displacing: bool, loop: Lane, post: Callable[[Callable[[], None]], None]
     ) -> bool:
         """Read and verify a session that is only on disk, and have the engine thread take it over; whether it does.
 
@@ -60,7 +60,7 @@ class Snapshots:
             post(lambda: self._adopt(session_id, held, displacing, loop))
         return held is not None
 
-    def _fits(self, session_id: str, loop: StepLoop) -> bool:
+    def _fits(self, session_id: str, loop: Lane) -> bool:
         try:
             manifest = self.store.manifest(session_id)
         except SnapshotRefused:
@@ -72,7 +72,7 @@ class Snapshots:
         has_slot = checkpoints is None or checkpoints.slots.free_count > 0
         return has_slot and wanted <= loop.prefix_cache.pool.free_count
 
-    def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, loop: StepLoop) -> None:
+    def _adopt(self, session_id: str, held: HeldBlocks, displacing: bool, loop: Lane) -> None:
         """On the engine thread."""
         try:
             loop.adopt(session_id, held, displacing)
@@ -82,9 +82,7 @@ class Snapshots:
         except NoRoom:
             loop.keeper.lose(session_id, "evicted")
 
-    def write_now(
-        self, session_id: str, loop: StepLoop, call: Callable[[Callable[[], object]], object]
-    ) -> dict[str, Any]:
+    def write_now(self, session_id: str, loop: Lane, call: Callable[[Callable[[], object]], object]) -> dict[str, Any]:
         """Have what is in the pool written; `info` of it. `call` runs a function on the engine thread.
 
         Raises `StorageFailed`, `Conflict` while the session is answering, `NotFound` where it has nothing.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import GenerateRequest, Miss
-from engine.sequence import Sequence, common_prefix_len
+from engine.sequence import Sequence
 from engine.tokenizer import ChatTokenizer
 
 Loss = tuple[str, str | None]

@@ -8,16 +8,17 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from engine.kv_cache.block_pool import NULL_BLOCK
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.beam import BeamSearch, candidates_per_beam
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingState
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, common_prefix_len
+from engine.sequence import Sequence
 from engine.stats import TurnMeter
 from engine.tokenizer import ChatTokenizer
 from engine.tokenizer.detokenizer import Detokenizer
-from engine.turn import ActiveTurn, QueueStream
+from engine.turns.turn import ActiveTurn, QueueStream
 
 Top = SequenceOf[tuple[int, float]]
 """(token id, log probability) of the likeliest tokens after a beam."""

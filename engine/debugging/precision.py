@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.debugging.protocol import PrecisionQuery
 from engine.errors import InvalidRequest, NonFiniteValues
 from engine.jobs import Slices
 from engine.kv_cache.cache import KVCache
@@ -20,12 +21,11 @@ from engine.kv_cache.calibration import (
     calibration_slices,
     precision_loss,
 )
+from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.spec import KVCacheSpec
 from engine.loader import EngineParts
-from engine.protocol import PrecisionQuery
 from engine.replay import Replay, scratch_blocks
 from engine.sampling.params import check_whole
-from engine.sequence import common_prefix_len
 from kernels.kv_format import FP32, KV_FORMATS
 
 GREEDY_TOKENS = 32

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.process_memory import Range
+from engine.memory.process import Range
 
 OURS = ("engine.", "kernels.", "tests.")
 

@@ -16,8 +16,8 @@ from engine.kv_cache.held import HeldBlocks, SaveJob
 from engine.kv_cache.manifest import Manifest, SnapshotRefused
 from engine.kv_cache.prefixes import common_prefix_len
 from engine.kv_cache.snapshot import SnapshotStore
-from engine.restore import NoRoom, audit_blocks
-from engine.step_loop import ExportedBlocks, StepLoop
+from engine.lane import ExportedBlocks, Lane
+from engine.tiers.restore import NoRoom, audit_blocks
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}-[0-9a-f]{8}")
 WORTH_LOADING = 0.5
@@ -95,7 +95,7 @@ class FrozenPrefixes:
         self,
         prompt_ids: Sequence[int],
         displacing: bool,
-        loop: StepLoop,
+        loop: Lane,
         call: Callable[[Callable[[], bool]], bool],
         post: Callable[[Callable[[], None]], None],
     ) -> bool:
@@ -128,7 +128,7 @@ class FrozenPrefixes:
         worth = [found for found in shared if found[1] >= WORTH_LOADING * found[0].cache_pos]
         return max(worth, key=lambda found: found[1], default=None)
 
-    def _adopt(self, name: str, held: HeldBlocks, displacing: bool, loop: StepLoop) -> None:
+    def _adopt(self, name: str, held: HeldBlocks, displacing: bool, loop: Lane) -> None:
         """On the engine thread. Where there is no room the prompt is computed."""
         try:
             loop.adopt_prefix(held, displacing)
@@ -161,7 +161,7 @@ class FrozenPrefixes:
         }
 
 
-def _is_wanted(manifest: Manifest, shared: int, prompt_ids: Sequence[int], displacing: bool, loop: StepLoop) -> bool:
+def _is_wanted(manifest: Manifest, shared: int, prompt_ids: Sequence[int], displacing: bool, loop: Lane) -> bool:
     """On the engine thread: whether the first `shared` tokens could be taken over from further on than the tree allows
     now, and there is room for all of it."""
     cache, places = loop.prefix_cache, set(manifest.places)

@@ -7,15 +7,14 @@ as long as it is what the next row was run with. So a reply is the same with dra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.model_runner import ModelRunner
 from engine.sampling.prompt_lookup import NO_GUESS, Guess, PromptLookup
 from engine.sampling.step_costs import StepCosts
 from engine.scheduler import ScheduledBatch, ScheduledItem
-from engine.sequence import Sequence
-from engine.turn import ActiveTurn
+from engine.turns.turn import ActiveTurn
 
 MOST_DRAFTS = 7
 """Of one reply in a step: eight rows are two tiles on a processor, and the most that a card multiplies like one."""
@@ -39,14 +38,13 @@ class Speculation:
         if self._mode_of(turn) != "off" and not given and self._runner.verifies(turn.sampling):
             turn.lookup = PromptLookup()
 
-    def extend(self, batch: ScheduledBatch, turns: Mapping[Sequence, ActiveTurn]) -> ScheduledBatch:
-        """The same batch with drafts; their slots are reserved."""
-        own = [turns[item.sequence] for item in batch.items]
+    def extend(self, batch: ScheduledBatch, turns: Sequence[ActiveTurn]) -> ScheduledBatch:
+        """The same batch with drafts, whose slots are reserved; `turns` are those of its items."""
         decodes = all(item.count == 1 and item.wants_logits for item in batch.items)
-        if not decodes or all(turn.lookup is None for turn in own):
+        if not decodes or all(turn.lookup is None for turn in turns):
             return batch
-        guesses = [_guess(turn) for turn in own]
-        counts = self._counts(own, guesses)
+        guesses = [_guess(turn) for turn in turns]
+        counts = self._counts(turns, guesses)
         items = [
             _with_drafts(item, guess.token_ids[:count])
             for item, guess, count in zip(batch.items, guesses, counts, strict=True)
@@ -58,7 +56,7 @@ class Speculation:
         if all(item.known == 1 and item.wants_logits for item in batch.items):
             self.costs.add(batch.token_count, seconds, any(item.drafts for item in batch.items))
 
-    def _counts(self, turns: list[ActiveTurn], guesses: list[Guess]) -> list[int]:
+    def _counts(self, turns: Sequence[ActiveTurn], guesses: list[Guess]) -> list[int]:
         """How many drafts of each guess to run; in all no more than a step has room for."""
         counts, chances = [0] * len(turns), []
         room = max(self._runner.most_rows - len(turns), 0)

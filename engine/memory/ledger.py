@@ -1,6 +1,6 @@
 """The memory ledger: where the bytes are, for `GET /api/memory` and the panel.
 
-What the process holds, in parts that are measured one by one, is told by `engine.memory_watch`.
+What the process holds, in parts that are measured one by one, is told by `engine.memory.watch`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from engine.kv_cache.spec import KVCacheSpec
+from engine.lane import Lane
 from engine.lanes import Lanes
 from engine.sequence import Sequence
-from engine.step_loop import StepLoop
 
 
 def memory_report(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def memory_report(lanes: Lanes, on_disk: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _used_bytes(lane: StepLoop) -> int:
+def _used_bytes(lane: Lane) -> int:
     return lane.prefix_cache.pool.used_count * lane.parts.cache.spec.block_bytes
 
 

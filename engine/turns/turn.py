@@ -6,20 +6,13 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
+from engine.debugging.protocol import TokenMeasure
 from engine.errors import KVScopeError
-from engine.protocol import (
-    Event,
-    Failed,
-    Finished,
-    GenerateRequest,
-    PrefillProgress,
-    TokenDelta,
-    TokenLogprob,
-    TokenMeasure,
-)
+from engine.kv_cache.prefixes import common_prefix_len
+from engine.protocol import Event, Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta, TokenLogprob
 from engine.sampling.prompt_lookup import PromptLookup
 from engine.sampling.sampler import SamplingState
-from engine.sequence import Sequence, common_prefix_len
+from engine.sequence import Sequence
 from engine.stats import TurnMeter
 from engine.tokenizer.detokenizer import Detokenizer
 

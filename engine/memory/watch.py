@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import process_memory
 from engine.errors import KVScopeError
-from engine.held_arrays import held_ranges
-from engine.process_memory import Mapping, Range
-from engine.step_loop import StepLoop
+from engine.lane import Lane
+from engine.memory import process as process_memory
+from engine.memory.held_arrays import held_ranges
+from engine.memory.process import Mapping, Range
 
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
 FRESH_S = 4.0
@@ -31,7 +31,7 @@ class Holdings:
     kinds: dict[str, list[Range]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lanes: Iterable[StepLoop], weights: list[Range]) -> Holdings:
+    def of(cls, lanes: Iterable[Lane], weights: list[Range]) -> Holdings:
         """To be called on the engine thread. `weights`: those of `held_ranges(model.weights)`, which never change."""
         loops = list(lanes)
         parts, caches = loops[0].parts, [loop.parts.cache for loop in loops]

@@ -17,9 +17,9 @@ from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.prefix_cache import Node
 from engine.kv_cache.window import BlockPlace
 from engine.model_runner import ModelRunner
-from engine.restore import NoRoom, Restorer
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Status
+from engine.tiers.restore import NoRoom, Restorer
 
 BUSY_WAIT_S = 2.0
 """While replies are being written a session's new blocks wait this long for a quiet moment."""

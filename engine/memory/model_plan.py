@@ -12,7 +12,7 @@ import torch
 from engine import loader
 from engine.attention_layout import attention_layout, context_limit
 from engine.config import EngineConfig
-from engine.memory_plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
+from engine.memory.plan import MemoryPlan, ModelSizes, matrix_bytes, plan_memory, plan_table
 from engine.models.config import ModelConfig
 from engine.models.layers import WeightFormat, pick_format
 from engine.models.recurrence import state_spec

@@ -1,0 +1,221 @@
+"""Vector code over cached rows: scores of query heads, and weighted sums of values, for all rows in 16 or 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kernels.cpu.ir import (
+    F32,
+    I32,
+    I64,
+    V8,
+    WIDE,
+    WIDTH,
+    Value,
+    constant,
+    emits,
+    fma,
+    load,
+    plus,
+    prefetch_line,
+    splat,
+    store,
+    variable,
+)
+from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, parts, rest
+
+MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
+
+
+def _padded(b: Any, eight: Value) -> Value:
+    """A vector of 8 in one of WIDTH, whose other lanes are 0."""
+    return b.shuffle_vector(eight, constant(0.0, V8), ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH))))
+
+
+def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
+    """The sum of each of four vectors, as a vector of 4: neighbours first, then fours, then these from both ends."""
+    count = vectors[0].type.count
+
+    def neighbours(x: Value, y: Value) -> Value:
+        lanes = [
+            ir.Constant(
+                ir.VectorType(I32, count),
+                [base + i for four in range(0, count, 4) for base in (four, count + four) for i in (odd, odd + 2)],
+            )
+            for odd in (0, 1)
+        ]
+        return b.fadd(*(b.shuffle_vector(x, y, lane) for lane in lanes))
+
+    total = neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]))
+    while total.type.count > 4:
+        half = total.type.count // 2
+        lanes = [ir.Constant(ir.VectorType(I32, half), [first + i for i in range(half)]) for first in (0, half)]
+        total = b.fadd(*(b.shuffle_vector(total, total, lane) for lane in lanes))
+    return total
+
+
+def _bring(b: Any, address: Value, size: int) -> None:
+    for line in range(0, size, 64):
+        prefetch_line(b, plus(b, address, line))
+
+
+def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None], *values: Value) -> None:
+    """Code for every kind of row and number of heads, of which one is run."""
+    for one in WIDE_KINDS:
+        for number in range(1, MAX_HEADS + 1):
+            same = (
+                b.icmp_signed("==", kind, ir.Constant(I64, one)),
+                b.icmp_signed("==", heads, ir.Constant(I64, number)),
+            )
+            with b.if_then(b.and_(*same)):
+                write(b, one, number, *values)
+
+
+@emits("iiiiiiiiifiiii")
+def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
+    """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
+    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale; then for how many
+    KV heads, rows of out and q from one of these to the next, bytes from its keys to the next one's, and where what is
+    read next begins."""
+    *one, kv_heads, each, gap, ahead = values
+
+    def write(b: Any, kind: int, heads: int, out: Value, line: Value, q: Value, keys: Value, *others: Value) -> None:
+        count, _, dim, _ = others
+        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
+            row = b.mul(kv.index, each)
+            own_out, own_q = b.add(out, b.mul(row, line)), plus(b, q, b.mul(row, dim), 4)
+            own_keys, near = b.add(keys, b.mul(kv.index, gap)), _share(b, ahead, kv.index, count, dim, kind)
+            _scores(b, kind, heads, near, own_out, line, own_q, own_keys, *others)
+
+    _for_each_kind(b, kind, heads, write, *one)
+
+
+@emits("iiiiiiiiiiiiii")
+def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
+    """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
+    from one row to the next, values, their count, bytes from one to the next, dim; then for how many KV heads, rows of
+    out and weights from one of these to the next, bytes from its values to the next one's, and where what is read next
+    begins."""
+    *one, kv_heads, each, gap, ahead = values
+
+    def write(b: Any, kind: int, heads: int, out: Value, out_line: Value, weights: Value, *others: Value) -> None:
+        line, rows, count, stride, dim = others
+        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
+            row, near = b.mul(kv.index, each), _share(b, ahead, kv.index, count, dim, kind)
+            own_out, own_weights = b.add(out, b.mul(row, out_line)), b.add(weights, b.mul(row, line))
+            own_rows = b.add(rows, b.mul(kv.index, gap))
+            _accumulate(b, kind, heads, near, own_out, out_line, own_weights, line, own_rows, count, stride, dim)
+
+    _for_each_kind(b, kind, heads, write, *one)
+
+
+def _share(b: Any, ahead: Value, kv: Value, count: Value, dim: Value, kind: int) -> Value:
+    """Where the part begins of what comes next that is fetched while one KV head is worked on: as much as that reads.
+
+    A processor can't guess where the next block lies, and has room for few lines that are on their way: all of them
+    asked for at once would hold it up, so they are asked for one by one, between the sums.
+    """
+    return plus(b, ahead, b.mul(kv, b.mul(count, dim)), SIZES[kind])
+
+
+def _scores(
+    b: Any,
+    kind: int,
+    heads: int,
+    ahead: Value,
+    out: Value,
+    line: Value,
+    q: Value,
+    keys: Value,
+    count: Value,
+    stride: Value,
+    dim: Value,
+    scale: Value,
+) -> None:
+    size = SIZES[kind]
+
+    def some(first: Value, number: int) -> list[list[Value]]:
+        totals = [[variable(b, constant(0.0, WIDE)) for _ in range(number)] for _ in range(heads)]
+        for total in (total for row in totals for total in row):
+            b.store(constant(0.0, WIDE), total)
+        places = [b.add(keys, b.mul(b.add(first, ir.Constant(I64, i)), stride)) for i in range(number)]
+        rows = [plus(b, q, b.mul(dim, ir.Constant(I64, g)), 4) for g in range(heads)]
+
+        def add(channel: Value, load_query: Any, load_key: Any) -> None:
+            queries = [load_query(plus(b, row, channel, 4)) for row in rows]
+            for i, place in enumerate(places):
+                key = load_key(plus(b, place, channel, size))
+                for g, query in enumerate(queries):
+                    b.store(fma(b, query, key, b.load(totals[g][i])), totals[g][i])
+
+        with parts(b, dim, WIDTH) as channel:
+            add(channel, lambda at: load(b, at, WIDE), lambda at: load_kv(b, at, kind, WIDTH))
+            read = b.add(b.mul(first, dim), b.mul(channel, ir.Constant(I64, number)))
+            _bring(b, plus(b, ahead, read, size), WIDTH * number * size)
+        with rest(b, dim) as channel:
+            add(channel, lambda at: _padded(b, load(b, at, V8)), lambda at: _padded(b, load_kv(b, at, kind)))
+        return [[b.load(total) for total in row] for row in totals]
+
+    fours = b.lshr(count, ir.Constant(I64, 2))
+    with cgutils.for_range(b, fours, intp=I64) as loop:
+        first = b.shl(loop.index, ir.Constant(I64, 2))
+        for g, row in enumerate(some(first, 4)):
+            sums = b.fmul(_sums_of_four(b, row), splat(b, scale, 4))
+            store(b, sums, plus(b, plus(b, out, first, 4), b.mul(line, ir.Constant(I64, g))))
+    left = b.and_(count, ir.Constant(I64, 3))
+    with cgutils.for_range(b, left, intp=I64) as loop:
+        index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
+        for g, row in enumerate(some(index, 1)):
+            sums = b.fmul(_sums_of_four(b, row * 4), splat(b, scale, 4))
+            value = b.extract_element(sums, ir.Constant(I32, 0))
+            store(b, value, plus(b, plus(b, out, index, 4), b.mul(line, ir.Constant(I64, g))))
+
+
+def _accumulate(
+    b: Any,
+    kind: int,
+    heads: int,
+    ahead: Value,
+    out: Value,
+    gap: Value,
+    weights: Value,
+    line: Value,
+    rows: Value,
+    count: Value,
+    stride: Value,
+    dim: Value,
+) -> None:
+    size = SIZES[kind]
+
+    def columns(channel: Value, number: int, width: int) -> None:
+        """`number` vectors of `width` sums: those of one vector wait for each other, those of several do not."""
+        lanes = ir.VectorType(F32, width)
+        own = [b.add(channel, ir.Constant(I64, width * i)) for i in range(number)]
+        places = [[b.add(plus(b, out, i, 4), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
+        totals = [[variable(b, constant(0.0, lanes)) for _ in own] for _ in range(heads)]
+        pairs = [pair for g in range(heads) for pair in zip(places[g], totals[g], strict=True)]
+        for place, total in pairs:
+            b.store(load(b, place, lanes), total)
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            row = b.add(rows, b.mul(loop.index, stride))
+            values = [load_kv(b, plus(b, row, i, size), kind, width) for i in own]
+            for g in range(heads):
+                at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
+                weight = splat(b, load(b, at, F32), width)
+                for value, total in zip(values, totals[g], strict=True):
+                    b.store(fma(b, weight, value, b.load(total)), total)
+            read = b.add(b.mul(channel, count), b.mul(loop.index, ir.Constant(I64, width * number)))
+            _bring(b, plus(b, ahead, read, size), width * number * size)
+        for place, total in pairs:
+            store(b, b.load(total), place)
+
+    with parts(b, dim, 4 * WIDTH) as channel:
+        columns(channel, 4, WIDTH)
+    with parts(b, dim, WIDTH, 4 * WIDTH) as channel:
+        columns(channel, 1, WIDTH)
+    with rest(b, dim) as channel:
+        columns(channel, 1, 8)
