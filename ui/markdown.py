@@ -23,8 +23,10 @@ SAFE_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
 _FORMATTER = HtmlFormatter(nowrap=True, classprefix="hl-")
 
 
-def render_blocks(source: str, growing: bool = False) -> list[tuple[int, str]]:
-    """Top-level blocks as `(first line, HTML)`.
+def render_blocks(source: str, growing: bool = False) -> tuple[list[tuple[int, str]], int]:
+    """Top-level blocks as `(first line, HTML)`, and the first line that may still become something else.
+
+    That is a line that is not finished, or where a formula may have begun that is not closed.
 
     With `growing` a code block at the very end is not coloured: a lexer may change its mind about everything after
     an open string, and then each new token would send the whole block again.
@@ -42,7 +44,8 @@ def render_blocks(source: str, growing: bool = False) -> list[tuple[int, str]]:
             line = group[0].map[0] if group[0].map else 0
             blocks.append((line, _MD.renderer.render(group, _MD.options, env)))
             start = index + 1
-    return blocks
+    finished = source.count("\n")
+    return blocks, min(finished, env.get("open_line", finished))
 
 
 @lru_cache(maxsize=2048)

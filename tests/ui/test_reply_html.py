@@ -80,6 +80,9 @@ TRICKY = [
     "1. one\n\n12 is a number\n\n+ a\n\n+1\n",
     "<think>\n1. one\n\n2. two\n</think>\n\n1. three\n\n2. four",
     "a\n\n[r]: /url\n\n[r]\n\n\\[\nx\n\\]\n",
+    "$$word - item\n- item\n$$",
+    "text\n\n$$a\n- b\n c\n> d\n$$\n\nafter\n",
+    "> a\n\\[b\n1. c\n- d\n\\] \n\nafter\n",
 ]
 
 
