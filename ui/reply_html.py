@@ -34,7 +34,7 @@ class GrowingMarkdown:
         return (*self._sealed, *(html for _, html in blocks))
 
     def _seal(self, rest: str, blocks: list[tuple[int, str]], open_line: int) -> None:
-        """Whatever comes can only change the last block before the open line, and what that line has cut off from it."""
+        """Whatever comes can only change the last block before the open line, or what that line has cut off from it."""
         starts = [index for index, (line, _) in enumerate(blocks) if line < open_line]
         if not starts or starts[-1] == 0:
             return

@@ -81,6 +81,7 @@ TRICKY = [
     "<think>\n1. one\n\n2. two\n</think>\n\n1. three\n\n2. four",
     "a\n\n[r]: /url\n\n[r]\n\n\\[\nx\n\\]\n",
     "$$word - item\n- item\n$$",
+    "text\n| a\n|---|---|\n",
     "text\n\n$$a\n- b\n c\n> d\n$$\n\nafter\n",
     "> a\n\\[b\n1. c\n- d\n\\] \n\nafter\n",
 ]
