@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import statistics
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+Case = TypeVar("Case")
 
 
 def median(values: Sequence[float]) -> float:
@@ -33,3 +37,17 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def print_json(name: str, result: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **machine(), **result}))
+
+
+def until(cases: Iterator[Case], limit_s: float | None) -> Iterator[Case]:
+    """The cases, until `limit_s` seconds are over, or Ctrl-C or SIGTERM comes: what has been run by then is kept."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.perf_counter()
+    try:
+        for case in cases:
+            yield case
+            if limit_s is not None and time.perf_counter() - began >= limit_s:
+                print(f"Stopped after {limit_s:g} s.", flush=True)
+                return
+    except KeyboardInterrupt:
+        print("Interrupted.", flush=True)

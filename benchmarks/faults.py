@@ -15,13 +15,14 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from app import default_data_dir
-from benchmarks.common import print_json, print_table
+from benchmarks.common import print_json, print_table, until
 from engine.config import KV_FORMATS, EngineConfig
 from engine.debugging.faults import KINDS
 from engine.debugging.invariants import InvariantLights
@@ -32,7 +33,8 @@ from engine.local import LocalEngine
 from engine.protocol import Failed, GenerateRequest
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, ScheduledItem
-from engine.sequence import Sequence, Status
+from engine.sequence import Sequence as CachedSequence
+from engine.sequence import Status
 
 FORMATS = tuple(name for name in KV_FORMATS if name != "auto")
 DEFAULT, QWEN2, BAMBA = "default model", "qwen2", "bamba"
@@ -53,13 +55,18 @@ class Case:
     sentence: str
     ms: float
 
+    @property
+    def right(self) -> bool:
+        return self.found == self.kind and (self.kind is None or self.place_right)
+
 
 @contextmanager
-def engine_of(family: str, kv_format: str, data_dir: Path) -> Iterator[LocalEngine]:
-    """An engine whose caches may be damaged. Tiny models are made here, and loaded as any model is."""
+def engine_of(family: str, kv_format: str, data_dir: Path, model: str | None = None) -> Iterator[LocalEngine]:
+    """An engine whose caches may be damaged. Tiny models are made here, and loaded as any model is. `model`: a file or
+    name in place of the default model's."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
-            data_dir=data_dir, kv_format=kv_format, snapshot_limit=0, kv_budget=256 * 2**20, fault_injection=True
+            data_dir, model, kv_format=kv_format, snapshot_limit=0, kv_budget=256 * 2**20, fault_injection=True
         )
         if family == DEFAULT:
             engine = LocalEngine(config)
@@ -115,29 +122,61 @@ def run_case(
     return Case(family, kv_format, kind, fault and fault["kind"], place_right, note + told["sentence"], told["ms"])
 
 
-def run_all(faults: int, clean: int, seed: int, data_dir: Path, families: dict[str, float], longest: int) -> list[Case]:
+def run_all(
+    faults: int,
+    clean: int,
+    seed: int,
+    data_dir: Path,
+    families: dict[str, float],
+    longest: int,
+    model: str | None = None,
+) -> Iterator[Case]:
     """All cases, spread over families and formats; kinds take turns, the rest is drawn."""
-    cases = []
-    for family, share in families.items():
-        for index, kv_format in enumerate(FORMATS):
-            dice = random.Random(f"{seed} {family} {kv_format}")
-            with engine_of(family, kv_format, data_dir) as engine:
-                kinds: list[str | None] = [KINDS[(index + i) % len(KINDS)] for i in range(_part(faults, share))]
-                for kind in (*kinds, *[None] * _part(clean, share)):
-                    cases.append(run_case(engine, family, kv_format, kind, dice, longest))
-                engine.check_integrity()
-    return cases
+    groups = [(family, index, kv_format) for family in families for index, kv_format in enumerate(FORMATS)]
+    shares = [families[family] / len(FORMATS) for family, _, _ in groups]
+    damaged, sound = spread_over(faults, shares), spread_over(clean, shares)
+    for (family, index, kv_format), with_fault, without in zip(groups, damaged, sound, strict=True):
+        dice = random.Random(f"{seed} {family} {kv_format}")
+        with engine_of(family, kv_format, data_dir, model) as engine:
+            kinds: list[str | None] = [KINDS[(index + i) % len(KINDS)] for i in range(with_fault)]
+            for kind in (*kinds, *[None] * without):
+                yield run_case(engine, family, kv_format, kind, dice, longest)
+            engine.check_integrity()
 
 
-def _part(total: int, share: float) -> int:
-    return max(1, round(total * share / len(FORMATS)))
+def spread_over(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in these shares (their sum is 1) that add up to `total`."""
+    ends = [round(total * end) for end in accumulate(shares)]
+    return [end - start for start, end in pairwise((0, *ends))]
+
+
+def run_and_show(cases: Iterator[Case], planned: int) -> list[Case]:
+    """Run them; each wrong verdict is told at once, and after each format how many were wrong so far."""
+    done: list[Case] = []
+    for case in cases:
+        if done and (done[-1].family, done[-1].kv_format) != (case.family, case.kv_format):
+            show_progress(done, planned)
+        done.append(case)
+        if not case.right:
+            print(
+                f"{case.family} {case.kv_format}: {case.kind} taken for {case.found}; {case.sentence}",
+                flush=True,
+            )
+    if done:
+        show_progress(done, planned)
+    return done
+
+
+def show_progress(done: Sequence[Case], planned: int) -> None:
+    wrong = sum(not case.right for case in done)
+    print(f"{done[-1].family} {done[-1].kv_format}: {len(done)} of {planned} run, {wrong} wrong", flush=True)
 
 
 def invariants_share(engine: LocalEngine, tokens: int = 1024, steps: int = 512) -> tuple[float, float]:
     """Microseconds that the invariant lights take of one decode step behind so many tokens, and the share of the step
     that this is, at the speed of a reply of this engine."""
     cache = PrefixCache(BlockPool(-(-(tokens + steps) // 16) + 1), 16)
-    lights, sequence = InvariantLights(cache), Sequence(cache, "measured")
+    lights, sequence = InvariantLights(cache), CachedSequence(cache, "measured")
     sequence.set_tokens([1] * (tokens + steps))
     sequence.status = Status.RUNNING
     sequence.reserve(tokens + steps)
@@ -158,19 +197,24 @@ def invariants_share(engine: LocalEngine, tokens: int = 1024, steps: int = 512) 
     return 1e6 * seconds / steps, seconds / steps * stats.decode_tokens_per_s
 
 
-def summary(cases: list[Case]) -> dict[str, float | int]:
+def summary(cases: Sequence[Case]) -> dict[str, float | int | None]:
+    """Shares of the damaged cases (None without one), and how many clean ones raised an alarm."""
     damaged, clean = [c for c in cases if c.kind is not None], [c for c in cases if c.kind is None]
+
+    def share(right: int) -> float | None:
+        return right / len(damaged) if damaged else None
+
     return {
         "faults": len(damaged),
-        "detected": sum(c.found is not None for c in damaged) / len(damaged),
-        "kind_right": sum(c.found == c.kind for c in damaged) / len(damaged),
-        "place_right": sum(c.place_right for c in damaged) / len(damaged),
+        "detected": share(sum(c.found is not None for c in damaged)),
+        "kind_right": share(sum(c.found == c.kind for c in damaged)),
+        "place_right": share(sum(c.place_right for c in damaged)),
         "clean": len(clean),
         "false_alarms": sum(c.found is not None for c in clean),
     }
 
 
-def confusion(cases: list[Case]) -> list[list[object]]:
+def confusion(cases: Sequence[Case]) -> list[list[object]]:
     """A row per injected kind, a column per kind that was named."""
     counts = Counter((case.kind or "(clean)", case.found or "(clean)") for case in cases)
     names = (*KINDS, "(clean)")
@@ -184,19 +228,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=160, help="tokens of the longest first prompt (default: 160)")
     parser.add_argument("--family", choices=list(SHARES), help="only this one")
+    parser.add_argument("--model", help="as for app.py; default: the default model")
     parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help="where the model lies or is put")
-    arguments = parser.parse_args()
-    families = SHARES if arguments.family is None else {arguments.family: 1.0}
+    parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
+    options = parser.parse_args()
+    families = SHARES if options.family is None else {options.family: 1.0}
     began = time.perf_counter()
-    cases = run_all(arguments.faults, arguments.clean, arguments.seed, arguments.data_dir, families, arguments.longest)
-    for case in cases:
-        if case.found != case.kind or (case.kind is not None and not case.place_right):
-            print(f"{case.family} {case.kv_format}: {case.kind} taken for {case.found}; {case.sentence}")
+    planned = options.faults + options.clean
+    cases = run_and_show(
+        until(
+            run_all(
+                options.faults,
+                options.clean,
+                options.seed,
+                options.data_dir,
+                families,
+                options.longest,
+                options.model,
+            ),
+            options.limit_s,
+        ),
+        planned,
+    )
     print_table(("injected \\ found", *KINDS, "(clean)"), confusion(cases))
-    with engine_of(next(iter(families)), "auto", arguments.data_dir) as engine:
+    with engine_of(next(iter(families)), "auto", options.data_dir, options.model) as engine:
         microseconds, share = invariants_share(engine)
     print(f"Invariants take {microseconds:.1f} us of a decode step at 1024 tokens, {share:.2%} of it.")
-    result = {**summary(cases), "invariants_us": microseconds, "invariants_share": share}
+    result = {"planned": planned, **summary(cases), "invariants_us": microseconds, "invariants_share": share}
     print_json("faults", {**result, "seconds": round(time.perf_counter() - began, 1)})
 
 

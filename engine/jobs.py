@@ -57,8 +57,8 @@ class Jobs:
         self._waiting: deque[tuple[Slices[Any], Future[Any]]] = deque()
         self._closed: Exception | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, slices: Slices[T], future: Future[T]) -> None:
         """Queue a job whose result, or exception, `future` gets. A cancelled future ends its job at the next slice."""

@@ -50,6 +50,8 @@ class Lane:
     ) -> None:
         """`beside`: the lane of another KV format, whose RAM, disk and counters this one uses too."""
         self.parts = parts
+        self.on_loop: Callable[[str], None] = lambda session_id: None
+        """Told the session whose reply has ended and repeats itself."""
         pool, spec = BlockPool(parts.max_blocks), parts.cache.spec
         slots = BlockPool(parts.state_slots) if parts.states is not None else None
         checkpoints = StateCheckpoints(slots) if slots is not None else None

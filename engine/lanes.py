@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from engine.debugging.idle_audit import audit_when_idle
 from engine.errors import EngineStopped
 from engine.loader import EngineParts
 from engine.step_loop import StepLoop
@@ -110,6 +111,10 @@ class Lanes:
         loop.others_go_on = lambda: (
             not self._stuck and any(other.scheduler.has_work for other in self if other is not loop)
         )
+        loop.on_loop = lambda session_id: audit_when_idle(loop, session_id, self.first.jobs, self._has_turns)
+
+    def _has_turns(self) -> bool:
+        return any(loop.scheduler.has_work for loop in self)
 
     def _share_out(self, loop: StepLoop) -> None:
         """Tell a lane's pool how many blocks it may use now; never fewer than it does."""

@@ -17,10 +17,17 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from engine.weights.catalog import ModelSource, resolve
 from kernels.cpu import kept
 from kernels.dispatch import cpu_kernels
+
+# How long an example takes is the machine's business. Tests look for new examples each time, except in the gate: there
+# a failure must come from what was changed.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gate", settings.get_profile("search"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "search"))
 
 IN_ONE_PROCESS = ("tests/e2e/", "tests/kernels/test_gpu_codegen.py")
 """Tests that start apps: two at a time would share the processor, and a page that has to wait is not what they test.

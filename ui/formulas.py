@@ -104,7 +104,10 @@ def _push(state: StateInline, silent: bool, source: str, end: int, display: bool
 
 
 def _block_rule(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
-    """A formula that stands alone: opens a line, closes at a line's end, and has no blank line in it."""
+    """A formula that stands alone: opens a line, closes at a line's end, and has no blank line in it.
+
+    Where the text ends before it is known, the first such line is noted as `env["open_line"]`.
+    """
     first = _line(state, start_line)
     closer = {"$$": "$$", "\\[": "\\]"}.get(first[:2])
     if closer is None or state.is_code_block(start_line):
@@ -112,18 +115,26 @@ def _block_rule(state: StateBlock, start_line: int, end_line: int, silent: bool)
     lines: list[str] = []
     for line_number in range(start_line, end_line):
         line = _line(state, line_number)
+        unfinished = state.eMarks[line_number] == len(state.src)
         if not line or (line_number > start_line and state.sCount[line_number] < state.blkIndent):
-            return False
+            return _still_open(state, start_line) if unfinished else False
         lines.append(line[2:] if line_number == start_line else line)
         at = lines[-1].find(closer)
         if at < 0:
             continue
-        unfinished = state.env.get("growing") and state.eMarks[line_number] == len(state.src)
         # What may still follow on the line would make it part of the paragraph above.
-        if lines[-1][at + 2 :].strip() or unfinished:
+        if lines[-1][at + 2 :].strip():
             return False
+        if unfinished and state.env.get("growing"):
+            return _still_open(state, start_line)
         lines[-1] = lines[-1][:at]
         return _push_block(state, silent, "\n".join(lines).strip(), start_line, line_number + 1)
+    return _still_open(state, start_line) if end_line == len(state.bMarks) - 1 else False
+
+
+def _still_open(state: StateBlock, line: int) -> bool:
+    """No formula yet, but what has not come may make it one, of all lines from here on."""
+    state.env["open_line"] = min(line, state.env.get("open_line", line))
     return False
 
 

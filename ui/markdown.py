@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererProtocol
+from markdown_it.rules_block import StateBlock, table
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 from pygments import highlight
@@ -23,8 +24,10 @@ SAFE_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
 _FORMATTER = HtmlFormatter(nowrap=True, classprefix="hl-")
 
 
-def render_blocks(source: str, growing: bool = False) -> list[tuple[int, str]]:
-    """Top-level blocks as `(first line, HTML)`.
+def render_blocks(source: str, growing: bool = False) -> tuple[list[tuple[int, str]], int]:
+    """Top-level blocks as `(first line, HTML)`, and the first line that may still become something else.
+
+    That is a line that is not finished, or where a formula may have begun that is not closed.
 
     With `growing` a code block at the very end is not coloured: a lexer may change its mind about everything after
     an open string, and then each new token would send the whole block again.
@@ -42,7 +45,8 @@ def render_blocks(source: str, growing: bool = False) -> list[tuple[int, str]]:
             line = group[0].map[0] if group[0].map else 0
             blocks.append((line, _MD.renderer.render(group, _MD.options, env)))
             start = index + 1
-    return blocks
+    finished = source.count("\n")
+    return blocks, min(finished, env.get("open_line", finished))
 
 
 @lru_cache(maxsize=2048)
@@ -85,6 +89,13 @@ def _link_open(self: RendererProtocol, tokens: list[Token], index: int, options:
     return f'<a href="{href}" rel="noopener noreferrer nofollow" target="_blank">'
 
 
+def _table(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
+    """A table begins once its second line is finished: with one more column there it would be none, but text."""
+    if state.env.get("growing") and state.eMarks[start_line + 1] == len(state.src):
+        return False
+    return table(state, start_line, end_line, silent)
+
+
 def _table_open(self: RendererProtocol, tokens: list[Token], index: int, options: OptionsDict, env: EnvType) -> str:
     return '<div class="table" tabindex="0"><table>\n'
 
@@ -105,6 +116,7 @@ def _build() -> MarkdownIt:
     # A definition far below would change links that were sent long ago; without it finished blocks stay final.
     md.disable(["reference", "html_block", "html_inline"])
     md.validateLink = lambda url: SAFE_LINK.match(url.strip()) is not None  # type: ignore[method-assign]
+    md.block.ruler.at("table", _table, {"alt": ["paragraph", "reference"]})
     md.use(formulas)
     for name, rule in {
         "fence": _code,

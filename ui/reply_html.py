@@ -29,14 +29,13 @@ class GrowingMarkdown:
         if not text.startswith(self._sealed_text):
             self._sealed_text, self._sealed = "", []
         rest = text[len(self._sealed_text) :]
-        blocks = render_blocks(rest, growing=not final)
-        self._seal(rest, blocks)
+        blocks, open_line = render_blocks(rest, growing=not final)
+        self._seal(rest, blocks, open_line)
         return (*self._sealed, *(html for _, html in blocks))
 
-    def _seal(self, rest: str, blocks: list[tuple[int, str]]) -> None:
-        """Whatever comes can only change the last block, or what an unfinished line has cut off from it."""
-        complete = rest.count("\n")
-        starts = [index for index, (line, _) in enumerate(blocks) if line < complete]
+    def _seal(self, rest: str, blocks: list[tuple[int, str]], open_line: int) -> None:
+        """Whatever comes can only change the last block before the open line, or what that line has cut off from it."""
+        starts = [index for index, (line, _) in enumerate(blocks) if line < open_line]
         if not starts or starts[-1] == 0:
             return
         first_open = starts[-1]

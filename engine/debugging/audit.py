@@ -44,9 +44,14 @@ class Audit:
 
 
 def audit(
-    loop: Lane, parts: EngineParts, session_id: str, positions: int | list[int] | None = None
+    loop: Lane,
+    parts: EngineParts,
+    session_id: str,
+    positions: int | list[int] | None = None,
+    scope: str = "audit",
 ) -> Slices[dict[str, Any]]:
     """The body of `POST /api/sessions/{id}/audit`. `positions`: how many, evenly spread, or which; None: all.
+    `scope`: "audit" where somebody asked for it, else what it was made for by itself.
 
     Touches no session. Raises `Conflict` while the session is answering, and `InvalidRequest` for positions that are
     not cached, or where the KV budget has no room for two more copies.
@@ -68,6 +73,7 @@ def audit(
     yield from _explained(loop, parts, look, session_id)
     follows = yield from _consequences(parts, look)
     result = _result(look, follows, contents)
+    result["scope"] = scope
     result["ms"] = round(1e3 * (time.perf_counter() - began), 1)
     _remember(loop, session_id, contents, checked, result, parts.cache.spec.block_size)
     return result

@@ -92,11 +92,10 @@ class _Case:
         """The reply's first token that is drawn anew; a near-loop is noticed late, so one begins a period earlier."""
         return max(self.loop.start - (MAX_PERIOD if self.loop.near else 0), 0)
 
-    @property
-    def count(self) -> int:
-        """Tokens to draw: twice as many as the reply took, so that another loop has the time to show."""
-        wanted = min(max(2 * (self.noticed - self.begin), LEAST_DRAWN), MOST_DRAWN)
-        room = self.parts.max_seq_len - len(self.query.prompt_ids) - self.begin
+    def count(self, begin: int) -> int:
+        """Tokens to draw from `begin` on: twice what the reply took, so that another loop has the time to show."""
+        wanted = min(max(2 * (self.noticed - begin), LEAST_DRAWN), MOST_DRAWN)
+        room = self.parts.max_seq_len - len(self.query.prompt_ids) - begin
         return max(min(wanted, room, self.query.max_tokens or wanted), 1)
 
 
@@ -262,12 +261,18 @@ def _side_by_side(first: Slices[None], second: Slices[None]) -> Iterator[None]:
 
 
 def _sampler(case: _Case, found: Findings) -> Slices[tuple[Findings, dict[str, Any]]]:
-    """Greedy, for comparison; with the settings changed as advised; if that does not help, more strongly."""
+    """Greedy, for comparison; with the settings changed as advised; if that does not help, more strongly.
+
+    What the reply's own settings wrote before the loop may lead into it whatever is set then, so advice is also tried
+    on the whole reply, which is what following it comes to.
+    """
     params = case.query.params
     yield from _draws(case, "greedy", case.kept, SamplingParams(temperature=0, ignore_eos=params.ignore_eos), {})
     changes = advice(params)
     if changes:
         looped, _ = yield from _draws(case, "advised", case.kept, changed_params(params, changes), changes, RUNS)
+        if 2 * looped[0] > looped[1] and case.begin > 0 and case.noticed <= MOST_DRAWN:
+            looped, _ = yield from _draws(case, "anew", case.kept, changed_params(params, changes), changes, RUNS, 0)
         found = replace(found, advised=looped)
         if 2 * looped[0] <= looped[1]:
             return found, changes
@@ -277,39 +282,50 @@ def _sampler(case: _Case, found: Findings) -> Slices[tuple[Findings, dict[str, A
 
 
 def _draws(
-    case: _Case, name: str, kept: KeptAs, params: SamplingParams, changed: dict[str, Any], runs: int = 1
+    case: _Case,
+    name: str,
+    kept: KeptAs,
+    params: SamplingParams,
+    changed: dict[str, Any],
+    runs: int = 1,
+    begin: int | None = None,
 ) -> Slices[tuple[tuple[int, int], list[Redrawn]]]:
-    """Draw the reply's tokens anew, with its own random numbers and then with others; stops once most runs agree.
+    """Draw the reply's tokens anew from `begin` (None: just before the loop), with its own random numbers and then with
+    others; stops once most runs agree.
 
     `(runs that looped, runs)` and what was drawn; the first one goes into the evidence, in place of earlier draws of
     this name.
     """
     query, runs = case.query, runs if params.temperature > 0 else 1
+    begin = case.begin if begin is None else begin
     drawn: list[Redrawn] = []
     looped = 0
     for run in range(runs):
         seeded = replace(params, seed=((query.params.seed or 0) + run * SEED_STEP) % (MAX_SEED + 1))
-        before = query.reply_ids[: case.begin]
-        one = yield from redraw(case.parts, kept, query.prompt_ids, before, seeded, case.count, case.is_word)
+        before, count = query.reply_ids[:begin], case.count(begin)
+        one = yield from redraw(case.parts, kept, query.prompt_ids, before, seeded, count, case.is_word)
         drawn.append(one)
         looped += one.loop is not None
         if 2 * max(looped, len(drawn) - looped) > runs:
             break
     case.evidence[:] = [item for item in case.evidence if item["run"] != name]
-    case.evidence.append(_evidence(case, name, drawn, looped, changed))
+    case.evidence.append(_evidence(case, name, drawn, looped, changed, begin))
     return (looped, len(drawn)), drawn
 
 
-def _evidence(case: _Case, name: str, drawn: list[Redrawn], looped: int, changed: dict[str, Any]) -> dict[str, Any]:
-    first, reply = drawn[0], case.query.reply_ids[case.begin :]
+def _evidence(
+    case: _Case, name: str, drawn: list[Redrawn], looped: int, changed: dict[str, Any], begin: int
+) -> dict[str, Any]:
+    first, reply = drawn[0], case.query.reply_ids[begin:]
     equal = common_prefix_len(first.token_ids, reply)
-    parted = None if equal in (len(first.token_ids), len(reply)) else case.begin + equal
+    parted = None if equal in (len(first.token_ids), len(reply)) else begin + equal
     what = {
         "fresh": "A fresh prefill with the same settings and random numbers",
         "fp32": "The same with a float32 cache",
         "fp16": "The same with an fp16 cache",
         "greedy": "The likeliest token each time",
         "advised": "The advised settings",
+        "anew": "The whole reply with the advised settings",
         "stronger": "Still stronger penalties",
     }[name]
     result = "loops too" if looped == len(drawn) else "does not loop" if not looped else f"loops {looped} times"
@@ -319,10 +335,10 @@ def _evidence(case: _Case, name: str, drawn: list[Redrawn], looped: int, changed
         "runs": len(drawn),
         "looped": looped,
         "loop": loop_dict(next((one.loop for one in drawn if one.loop is not None), None)),
-        "from_token": case.begin,
+        "from_token": begin,
         "tokens": len(first.token_ids),
         "parts_at": parted,
         "changed": changed,
         "text": case.parts.tokenizer.decode(first.token_ids),
-        "sentence": f"{what}, from token {case.begin} of the reply on: {result}{of}.",
+        "sentence": f"{what}, from token {begin} of the reply on: {result}{of}.",
     }

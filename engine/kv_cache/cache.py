@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.spec import KVCacheSpec
+from engine.memory.huge_pages import ask_for_huge_pages
 from kernels.dispatch import operations, triton_runs_on
 from kernels.kv_format import fill_extent_table
 from kernels.layer_groups import LayerGroup, LayerPlace
@@ -102,6 +103,7 @@ class KVCache:
             fmt = self.spec.format
             shape = (room, *self.spec.block_shape)
             self.extents.append(torch.empty(shape, dtype=fmt.dtype, device=self.device))
+            ask_for_huge_pages(self.extents[-1])
             if fmt.has_scales:
                 shape = (room, *self.spec.scale_shape)
                 self.scale_extents.append(torch.empty(shape, dtype=fmt.scale_dtype, device=self.device))

@@ -101,6 +101,8 @@ class RunningTurns:
         turn.meter.trace.end(event.stats)
         if event.stats is not None:
             self._lane.metrics.turn_ended(event.stats)
+            if event.stats.loop is not None and turn.sequence.session_id is not None:
+                self._lane.on_loop(turn.sequence.session_id)
         turn.stream.put(event)
 
     def forget(self, session_id: str) -> None:

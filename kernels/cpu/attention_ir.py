@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -27,7 +26,7 @@ from kernels.cpu.ir import (
     store,
     variable,
 )
-from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, parts
+from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, parts, rest
 
 MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
 
@@ -57,13 +56,6 @@ def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
         lanes = [ir.Constant(ir.VectorType(I32, half), [first + i for i in range(half)]) for first in (0, half)]
         total = b.fadd(*(b.shuffle_vector(total, total, lane) for lane in lanes))
     return total
-
-
-@contextmanager
-def _rest(b: Any, dim: Value) -> Iterator[Value]:
-    """The eight channels that are left where a row is no multiple of WIDTH."""
-    with parts(b, dim, 8, WIDTH) as channel:
-        yield channel
 
 
 def _bring(b: Any, address: Value, size: int) -> None:
@@ -164,7 +156,7 @@ def _scores(
             add(channel, lambda at: load(b, at, WIDE), lambda at: load_kv(b, at, kind, WIDTH))
             read = b.add(b.mul(first, dim), b.mul(channel, ir.Constant(I64, number)))
             _bring(b, plus(b, ahead, read, size), WIDTH * number * size)
-        with _rest(b, dim) as channel:
+        with rest(b, dim) as channel:
             add(channel, lambda at: _padded(b, load(b, at, V8)), lambda at: _padded(b, load_kv(b, at, kind)))
         return [[b.load(total) for total in row] for row in totals]
 
@@ -174,8 +166,8 @@ def _scores(
         for g, row in enumerate(some(first, 4)):
             sums = b.fmul(_sums_of_four(b, row), splat(b, scale, 4))
             store(b, sums, plus(b, plus(b, out, first, 4), b.mul(line, ir.Constant(I64, g))))
-    rest = b.and_(count, ir.Constant(I64, 3))
-    with cgutils.for_range(b, rest, intp=I64) as loop:
+    left = b.and_(count, ir.Constant(I64, 3))
+    with cgutils.for_range(b, left, intp=I64) as loop:
         index = b.add(b.shl(fours, ir.Constant(I64, 2)), loop.index)
         for g, row in enumerate(some(index, 1)):
             sums = b.fmul(_sums_of_four(b, row * 4), splat(b, scale, 4))
@@ -225,5 +217,5 @@ def _accumulate(
         columns(channel, 4, WIDTH)
     with parts(b, dim, WIDTH, 4 * WIDTH) as channel:
         columns(channel, 1, WIDTH)
-    with _rest(b, dim) as channel:
+    with rest(b, dim) as channel:
         columns(channel, 1, 8)

@@ -9,7 +9,7 @@ from kernels.cpu.activations import norm, normed, quantise_row
 from kernels.cpu.attention import accumulate_rows, attend, attention, combined, score_rows
 from kernels.cpu.product import gated, product
 from kernels.cpu.store import store
-from kernels.cpu.tile_attention import attend_tile
+from kernels.cpu.tile_attention import add_values, attend_tile, score_tile
 
 FUNCTIONS = np.zeros(rec.FUNCTION_WORDS, np.int64)
 """What `rec.FUNCTIONS` points to."""
@@ -25,3 +25,5 @@ FUNCTIONS[rec.ATTEND_TILE] = attend_tile.address
 FUNCTIONS[rec.SCORE] = score_rows.address
 FUNCTIONS[rec.ACCUMULATE] = accumulate_rows.address
 FUNCTIONS[rec.COMBINED_ROWS] = combined.address
+FUNCTIONS[rec.SCORE_TILE] = score_tile.address
+FUNCTIONS[rec.ADD_VALUES] = add_values.address

@@ -21,6 +21,7 @@ from kernels.cpu.ir import (
     I32,
     I64,
     V8,
+    WIDTH,
     Value,
     constant,
     emits,
@@ -61,14 +62,25 @@ def parts(b: Any, dim: Value, width: int = 8, beyond: int = 0) -> Iterator[Value
         yield b.add(first, b.mul(loop.index, ir.Constant(I64, width)))
 
 
+@contextmanager
+def rest(b: Any, dim: Value) -> Iterator[Value]:
+    """The eight channels that are left where a row is no multiple of WIDTH."""
+    with parts(b, dim, 8, WIDTH) as channel:
+        yield channel
+
+
 def _widen(kind: int) -> Any:
     size = SIZES[kind]
 
-    @emits("iiii")
-    def widen(b: Any, out: Value, row: Value, ignored: Value, dim: Value) -> None:
-        """A row as float32."""
-        with parts(b, dim) as part:
-            store(b, load_kv(b, plus(b, row, part, size), kind), plus(b, out, part, 4))
+    @emits("iiiiii")
+    def widen(b: Any, out: Value, gap: Value, row: Value, stride: Value, count: Value, dim: Value) -> None:
+        """`count` rows, `stride` bytes apart, as float32, `gap` bytes apart."""
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            source, target = b.add(row, b.mul(loop.index, stride)), b.add(out, b.mul(loop.index, gap))
+            with parts(b, dim, WIDTH) as part:
+                store(b, load_kv(b, plus(b, source, part, size), kind, WIDTH), plus(b, target, part, 4))
+            with rest(b, dim) as part:
+                store(b, load_kv(b, plus(b, source, part, size), kind), plus(b, target, part, 4))
 
     return widen
 

@@ -9,7 +9,7 @@ from numba.extending import register_jitable
 
 TASK_WEIGHTS = 32768  # weights that one task of a product takes, about
 SPLIT = 128  # cached positions that one task of attention takes for a token
-TILE_ROWS = 48  # queries (tokens * query heads of a KV head) that one task of attention takes together
+TILE_ROWS = 96  # queries (tokens * query heads of a KV head) that one task of attention takes together
 TILE_KEYS = 64  # cached positions that are widened at a time
 PAD = 16  # floats between rows of a tile beyond their own, so that they don't fall into the same cache sets
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
@@ -40,21 +40,8 @@ LAYER_WORDS = K_NORM + 1
 EMBEDDING, HEAD, MODEL_WORDS = range(10, 13)
 
 # FUNCTIONS: addresses of the kernels that others call.
-(
-    QUANTISE_ROW,
-    NORM_ROW,
-    NORMED,
-    PRODUCT,
-    GATED,
-    STORE,
-    ATTENTION,
-    ATTEND,
-    ATTEND_TILE,
-    COMBINED_ROWS,
-    SCORE,
-    ACCUMULATE,
-) = range(12)
-FUNCTION_WORDS = 12
+(QUANTISE_ROW, NORM_ROW, NORMED, PRODUCT, GATED, STORE, ATTENTION, ATTEND, ATTEND_TILE, COMBINED_ROWS) = range(10)
+SCORE, ACCUMULATE, SCORE_TILE, ADD_VALUES, FUNCTION_WORDS = range(10, 15)
 
 # A step of TOKENS tokens. float32: X [TOKENS, hidden] the residual stream, QKV, ATTENDED_OUT [TOKENS, heads, dim],
 # PARTS [split tokens, heads, splits, dim + 2] (values, largest score, sum of weights), OUT like X, SINK_Q [TOKENS,

@@ -36,7 +36,8 @@ def join(out: int, pair: int, part: int, part_pair: int, dim: int) -> None:
     if own == MINUS_INFINITY:
         return
     largest = max(before, own)
-    keep, take = np.float32(math.exp(before - largest)), np.float32(math.exp(own - largest))
+    other = np.float32(math.exp(min(before, own) - largest))
+    keep, take = (other, np.float32(1.0)) if own > before else (np.float32(1.0), other)
     ir.put(pair, 0, largest)
     ir.put(pair, 1, ir.get(pair, 1) * keep + ir.get(part_pair, 1) * take)
     tile_ir.blend(out, part, dim, keep, take)

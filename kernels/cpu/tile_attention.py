@@ -12,6 +12,25 @@ from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes,
 from kernels.cpu.splits import MINUS_INFINITY, begin, join, soften
 
 
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _unpack(
+    step: int, store_index: int, plane: int, kv: int, block: int, offset: int, count: int, out: int, gap: int, row: int
+) -> None:
+    """As `widen`, of rows in fewer bits, the first at `row`."""
+    model, kind = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND)
+    dim, stride = ir.word(model, rec.DIM), ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
+    for i in range(count):
+        scale = 0 if kind == kv_ir.FP8 else scale_place(step, store_index, plane, kv, block, offset + i)
+        if kind == kv_ir.FP8:
+            kv_ir.unpack_fp8(out, row, scale, dim)
+        elif kind == kv_ir.INT8:
+            kv_ir.unpack_int8(out, row, scale, dim)
+        else:
+            kv_ir.unpack_int4(out, row, scale, dim)
+        row += stride
+        out += gap
+
+
 @compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def widen(
     step: int, store_index: int, plane: int, kv: int, block: int, offset: int, count: int, out: int, gap: int
@@ -20,24 +39,14 @@ def widen(
     model, kind = ir.word(step, rec.MODEL), ir.word(step, rec.KV_KIND)
     dim, stride = ir.word(model, rec.DIM), ir.word(model, rec.KV_HEADS) * ir.word(step, rec.HEAD_BYTES)
     row = key_place(step, store_index, kv, block, offset) + plane * plane_bytes(step)
-    for i in range(count):
-        scale = 0
-        if kind == kv_ir.INT8 or kind == kv_ir.INT4:
-            scale = scale_place(step, store_index, plane, kv, block, offset + i)
-        if kind == kv_ir.FP32:
-            kv_ir.widen_fp32(out, row, scale, dim)
-        elif kind == kv_ir.FP16:
-            kv_ir.widen_fp16(out, row, scale, dim)
-        elif kind == kv_ir.BF16:
-            kv_ir.widen_bf16(out, row, scale, dim)
-        elif kind == kv_ir.FP8:
-            kv_ir.unpack_fp8(out, row, scale, dim)
-        elif kind == kv_ir.INT8:
-            kv_ir.unpack_int8(out, row, scale, dim)
-        else:
-            kv_ir.unpack_int4(out, row, scale, dim)
-        row += stride
-        out += gap
+    if kind == kv_ir.FP32:
+        kv_ir.widen_fp32(out, gap, row, stride, count, dim)
+    elif kind == kv_ir.FP16:
+        kv_ir.widen_fp16(out, gap, row, stride, count, dim)
+    elif kind == kv_ir.BF16:
+        kv_ir.widen_bf16(out, gap, row, stride, count, dim)
+    else:
+        _unpack(step, store_index, plane, kv, block, offset, count, out, gap, row)
 
 
 @compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -90,16 +99,30 @@ def _end(step: int, first: int, rows: int, kv: int, out: int, pairs: int, gap: i
             ir.put(target, i, ir.get(out + r * gap, i))
 
 
-@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _add_values(
-    rows: int, weights: int, line: int, values: int, out: int, gap: int, columns: int, count: int, add: int
-) -> None:
+@by_address(7)
+def score_tile(step: int, rows: int, queries: int, keys: int, gap: int, count: int, out: int) -> int:
+    """out [rows, count] = scale * queries [rows, dim] · keys [count, dim], `gap` bytes apart.
+
+    A function of its own, as the next one is: inside a large one the sums would not all stay in registers.
+    """
+    model, line = ir.word(step, rec.MODEL), (rec.SPLIT + rec.PAD) * 4
+    dim, scale = ir.word(model, rec.DIM), ir.get(ir.word(model, rec.SCALARS), 2)
+    for r in range(0, rows, attention_ir.MAX_HEADS):
+        some, own, q = min(rows - r, attention_ir.MAX_HEADS), out + r * line, queries + r * dim * 4
+        attention_ir.scores(kv_ir.FP32, some, own, line, q, keys, count, gap, dim, scale, 1, 0, 0, keys)
+    return 0
+
+
+@by_address(8)
+def add_values(rows: int, weights: int, values: int, out: int, gap: int, columns: int, count: int, add: int) -> int:
     """out [rows, columns] = add * out + weights [rows, count] · values [count, columns]; whole tiles, rows of values
     and out `gap` bytes apart."""
+    line = (rec.SPLIT + rec.PAD) * 4
     for r in range(0, rows, tile_ir.ROWS):
         for i in range(0, columns, tile_ir.COLUMNS):
             target = out + r * gap + i * 4
             tile_ir.multiply(weights + r * line, line, values + i * 4, gap, target, gap, count, add)
+    return 0
 
 
 @by_address(6)
@@ -109,7 +132,7 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
     Scratch: sums of values, those of a split, scores, keys or values, queries, pairs of the sums and of the split."""
     model, group, positions = ir.word(step, rec.MODEL), layer_group(step, layer), ir.word(step, rec.POSITIONS)
     each, dim = ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
-    rows, wide, scale = count * each, rec.padded_to(dim, tile_ir.COLUMNS), ir.get(ir.word(model, rec.SCALARS), 2)
+    rows, wide, functions = count * each, rec.padded_to(dim, tile_ir.COLUMNS), ir.word(model, rec.FUNCTIONS)
     tall, gap, line = (rows + 5) // 6 * 6, (wide + rec.PAD) * 4, (rec.SPLIT + rec.PAD) * 4
     part = scratch + tall * gap
     scores = part + tall * gap
@@ -126,11 +149,8 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
         for key in range(low, high, rec.TILE_KEYS):
             found = min(rec.TILE_KEYS, high - key)
             _gather(step, layer, first, 0, kv, key, found, kept, gap)
-            for r in range(0, rows, attention_ir.MAX_HEADS):
-                some, own = min(rows - r, attention_ir.MAX_HEADS), scores + r * line + (key - base) * 4
-                attention_ir.scores(
-                    kv_ir.FP32, some, own, line, queries + r * dim * 4, kept, found, gap, dim, scale, 1, 0, 0, kept
-                )
+            run, own = ir.word(functions, rec.SCORE_TILE), scores + (key - base) * 4
+            ir.call_7(run, step, rows, queries, kept, gap, found, own)
         for r in range(rows):
             own = scores + r * line
             if base < all_from or base + whole > all_to:
@@ -139,7 +159,8 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
         for key in range(low, high, rec.TILE_KEYS):
             found = min(rec.TILE_KEYS, high - key)
             _gather(step, layer, first, 1, kv, key, found, kept, gap)
-            _add_values(tall, scores + (key - base) * 4, line, kept, part, gap, wide, found, key > low)
+            run, own = ir.word(functions, rec.ADD_VALUES), scores + (key - base) * 4
+            ir.call_8(run, tall, own, kept, part, gap, wide, found, 1 if key > low else 0)
         for r in range(rows):
             join(scratch + r * gap, pairs + r * 8, part + r * gap, part_pairs + r * 8, dim)
     _end(step, first, rows, kv, scratch, pairs, gap)

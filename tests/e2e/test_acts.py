@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from pathlib import Path
 
@@ -99,6 +100,10 @@ def test_delete_a_message(talk: ChatPage, app: AppProcess) -> None:
 
 def test_fork_from_a_message(talk: ChatPage, app: AppProcess) -> None:
     old = talk.session()
+    fork = talk.thread.locator("> .message").nth(1).locator("[data-act=fork]")
+    talk.thread.locator("> .message").nth(1).hover()
+    fork.hover()
+    expect(fork).to_have_attribute("title", re.compile(r"^Fork the chat from here: computes \d+ tokens of the prompt"))
     talk.act(1, "fork")
     wait_for(lambda: talk.session() != old, "another address")
     talk.idle(2)

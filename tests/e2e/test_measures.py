@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import pytest
@@ -82,6 +83,8 @@ def test_a_chat_is_kept_in_the_format_that_is_chosen_for_it(visitor: Visitor, ap
     tab.page.get_by_label("KV cache format").click()
     tab.page.get_by_role("option", name="int8").click()
     wait_for(lambda: app.request("GET", f"/api/sessions/{session}")["params"].get("kv_format") == "int8", "the setting")
+    told = tab.page.locator(".settings-foot [role=status]")
+    expect(told).to_have_text(re.compile(r"^Saved for this chat: its next reply computes \d+ tokens of the prompt"))
     tab.page.get_by_role("tab", name="Cache").click()
     tab.ask("Name another one.")
     report = app.request("GET", f"/api/sessions/{session}/cache")

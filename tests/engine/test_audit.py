@@ -53,7 +53,7 @@ def places(told: dict[str, Any]) -> list[tuple[str, list[int], int, int]]:
 
 
 def test_random_damage_is_found_and_named_and_clean_chats_raise_no_alarm(tmp_path):
-    cases = run_all(42, 24, 7, tmp_path, {QWEN2: 0.7, BAMBA: 0.3}, 90)
+    cases = list(run_all(42, 24, 7, tmp_path, {QWEN2: 0.7, BAMBA: 0.3}, 90))
     wrong = [case for case in cases if case.found != case.kind]
     told = summary(cases)
     assert told["faults"] >= 40 and told["clean"] >= 20

@@ -55,7 +55,7 @@ def test_a_cut_anywhere_ends_before_the_character_that_is_not_complete(tokenizer
         assert text.encode().decode() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_ids_stream_to_what_they_decode_to(tokenizer, data):
     """Also bytes that are no text at all: they may show as U+FFFD, but never hold up or swallow what follows."""
@@ -67,7 +67,7 @@ def test_any_ids_stream_to_what_they_decode_to(tokenizer, data):
     assert "".join(pieces).endswith("hello, it goes on")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_stop_strings_cut_the_text_whatever_the_tokens(tokenizer, data):
     text = data.draw(st.text(alphabet="ab世é ", min_size=1, max_size=25))

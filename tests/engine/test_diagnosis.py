@@ -21,7 +21,8 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingState, uniform
 from tests.support.engines import RecordingEngine, loaded_model, run, tiny_engine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+# With a seed: what is drawn anew with a temperature takes the random numbers of the reply's.
+GREEDY = SamplingParams(temperature=0, seed=2, max_tokens=250, ignore_eos=True)
 SOUND = {"verdict": "clean", "faults": []}
 
 
@@ -92,6 +93,40 @@ def test_a_model_that_loops_whatever_one_sets_is_at_fault_itself():
         engine.close()
     assert (found["verdict"], found["cure"]) == ("model", None)
     assert all(by_run(found)[name]["looped"] for name in ("fresh", "greedy", "advised", "stronger"))
+
+
+def test_advice_that_comes_too_late_just_before_a_loop_is_tried_on_the_whole_reply():
+    """What greedy wrote first leads into the loop whatever is set behind it; regenerated as advised it does not loop.
+    It was called the model's fault, with penalties stronger than the cure needs."""
+    model, at = copy.copy(loaded_model()), len(prompt(1))
+    hidden_states, head = model.hidden_states, model.head
+    led_astray = []
+
+    def reading(token_ids, cache, meta, *rest):
+        start = meta.context_lens_host[0] - len(token_ids)
+        if start <= at:
+            led_astray[:] = [76] * (76 in token_ids.tolist()[at - start : at - start + 1])
+        return hidden_states(token_ids, cache, meta, *rest)
+
+    def stuck(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits[:, 100:250] = logits.amax(-1, keepdim=True)  # so many that a sampler hardly ever draws 76
+        logits[:, 76] = logits[:, 100] + 0.1
+        logits[:, 77] += 1e4 * bool(led_astray)
+        return logits
+
+    model.hidden_states, model.head = reading, stuck
+    engine = tiny_engine(model=model)
+    try:
+        found = engine.diagnose(
+            query_of(engine, GenerateRequest(prompt(1), replace(GREEDY, max_tokens=60, seed=1))), SOUND
+        )
+    finally:
+        engine.close()
+    evidence = by_run(found)
+    assert found["loop"]["start"] == evidence["advised"]["from_token"] == 1 and evidence["advised"]["looped"] == 2
+    assert (evidence["anew"]["from_token"], evidence["anew"]["looped"]) == (0, 0)
+    assert found["verdict"] == "sampler" and found["cure"]["params"] == evidence["anew"]["changed"]
 
 
 def damaged_query(engine: RecordingEngine, seed: int) -> DiagnoseQuery:

@@ -119,7 +119,7 @@ def test_a_reply_to_be_continued_stays_open():
     assert TOKENIZER.decode(fit(messages, 10_000).prompt.token_ids).endswith("assistant\nI was saying")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     system=st.integers(0, 60),

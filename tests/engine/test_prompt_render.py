@@ -78,7 +78,7 @@ def test_without_stored_ids_the_prompt_is_transformers_own(pair, contents, syste
     assert prompt.token_ids == reference_ids(reference, messages, add_generation_prompt=prompted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(contents=st.lists(st.text(alphabet="ab \n世é<>/th|", min_size=0, max_size=12), min_size=1, max_size=5))
 def test_any_conversation_is_tokenised_as_by_transformers(pair, contents):
     tokenizer, reference = pair
@@ -238,7 +238,7 @@ def test_developer_counts_as_system():
     assert tokenizer.render(messages, DAY).token_ids == tokenizer.render(chat(["x"], "Be brief."), DAY).token_ids
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_whatever_a_model_produced_stands_in_the_next_prompt(data):
     """Also bytes that are no text, control tokens in mid-reply, half characters, and text cut by a stop string."""

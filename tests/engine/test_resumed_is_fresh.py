@@ -224,9 +224,7 @@ class RecurrentConversations(Conversations):
 
 
 TestConversations = Conversations.TestCase
-TestConversations.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestConversations.settings = settings(max_examples=25, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 class Int8Conversations(Conversations):

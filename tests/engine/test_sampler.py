@@ -171,7 +171,7 @@ def test_seeds():
     assert abs(np.mean(numbers) - 0.5) < 0.02
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     values=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=30),
     temperature=st.sampled_from([0, 1e-300, 1e-4, 1.0, 100.0]),

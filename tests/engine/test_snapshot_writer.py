@@ -101,8 +101,9 @@ def test_after_a_failure_the_next_job_must_bring_all(writer: SnapshotWriter, gat
     assert "No space left" in writer.wait(A, 10) and writer.failed == [(A, False)]
     gate.full = False
     writer.submit(job(A, "abcd", new="d"))
+    writer.flush(10)
     with pytest.raises(TimeoutError):
-        writer.wait(A, 0.2)  # neither written nor failed: all of it was asked for
+        writer.wait(A, 0.05)  # neither written nor failed: all of it was asked for
     assert writer.failed[1:] == [(A, True)]
     assert holds(writer.store.load(A, FINGERPRINT), "ab"), "the old snapshot stays"
     writer.submit(job(A, "abcd"))

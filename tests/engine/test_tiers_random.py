@@ -243,7 +243,5 @@ class RecurrentTiers(Tiers):
 
 
 TestAttention, TestHybrid, TestRecurrent = AttentionTiers.TestCase, HybridTiers.TestCase, RecurrentTiers.TestCase
-TestAttention.settings = settings(
-    max_examples=30, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestAttention.settings = settings(max_examples=30, stateful_step_count=80, suppress_health_check=list(HealthCheck))
 TestHybrid.settings = TestRecurrent.settings = TestAttention.settings

@@ -51,7 +51,7 @@ def test_ids_and_text_equal_the_fast_tokenizer(pair, text):
     assert tokenizer.decode(ids).lstrip(" ") == text.lstrip(" ")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(max_size=40))
 def test_any_text_survives(pair, text):
     tokenizer, _ = pair

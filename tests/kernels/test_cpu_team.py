@@ -12,6 +12,7 @@ from kernels.dispatch import cpu_kernels
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="the CPU kernels can't be compiled here")
 
 TASKS = 500
+TEAMS = []
 
 
 class Kernel:
@@ -47,11 +48,13 @@ def kernel():
     return Kernel()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def team():
+    """For good, as the app's: its threads never end, and may still be on their way out of a call."""
     from kernels.cpu.team import Team
 
-    return Team(2)
+    TEAMS.append(Team(2))
+    return TEAMS[-1]
 
 
 def test_every_task_is_done_once_whoever_comes(kernel, team):

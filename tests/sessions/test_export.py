@@ -214,7 +214,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(draw=st.data(), value=VALUES)
 def test_any_damage_is_either_harmless_or_refused_as_a_whole(
     shared: tuple[SessionStore, Data], draw: st.DataObject, value: Any

@@ -159,7 +159,7 @@ def test_search_syntax_is_only_text(shared: SessionStore, query: str) -> None:
     shared.list(query)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(query=ANYTHING | SYNTAX | SYNTAX.map(lambda text: text + "abc"))
 def test_no_query_fails(shared: SessionStore, query: str) -> None:
     assert isinstance(shared.list(query), list)
@@ -170,7 +170,7 @@ def storable(text: str) -> str:
     return text.replace("\0", " ").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=(ANYTHING | SYNTAX).map(storable).filter(str.split), data=st.data())
 def test_whatever_was_written_is_found_by_its_own_words(shared: SessionStore, text: str, data: st.DataObject) -> None:
     words = text.split()[:10]

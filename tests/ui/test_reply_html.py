@@ -35,7 +35,7 @@ def states(text: str, cuts: list[int]) -> list[tuple[str, ...]]:
 
 
 @given(texts, st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_deltas_rebuild_every_state(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=1, max_size=12)))
     versions = [(), *states(text, cuts)]
@@ -49,14 +49,14 @@ def test_deltas_rebuild_every_state(text, data):
 
 
 @given(texts, texts)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_deltas_between_unrelated_states(left, right):
     old, new = states(left, [len(left)])[0], states(right, [len(right)])[0]
     assert apply_delta(list(old), delta(old, new)) == list(new)
 
 
 @given(texts, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_sealed_blocks_are_what_a_whole_rendering_gives(text, data):
     """However the text arrived, finished blocks were final when they were sealed."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -80,6 +80,10 @@ TRICKY = [
     "1. one\n\n12 is a number\n\n+ a\n\n+1\n",
     "<think>\n1. one\n\n2. two\n</think>\n\n1. three\n\n2. four",
     "a\n\n[r]: /url\n\n[r]\n\n\\[\nx\n\\]\n",
+    "$$word - item\n- item\n$$",
+    "text\n| a\n|---|---|\n",
+    "text\n\n$$a\n- b\n c\n> d\n$$\n\nafter\n",
+    "> a\n\\[b\n1. c\n- d\n\\] \n\nafter\n",
 ]
 
 

@@ -4,7 +4,7 @@ import { counted, duration, h, number, setText, toast } from "./dom.js";
 import { Heat, stretch } from "./heat.js";
 import { audit, repair, stopAudit } from "./net.js";
 
-const SCOPES = { audit: "Audited", restore: "Spot-checked after a restore" };
+const SCOPES = { audit: "Audited", restore: "Spot-checked after a restore", loop: "Audited by itself, as a reply repeats itself," };
 
 export class AuditView {
   constructor(tab) {
@@ -111,7 +111,7 @@ export class AuditView {
     const { found } = this;
     if (!this.asked) {
       const since = found?.at ? ` ${SCOPES[found.scope]} ${new Date(1000 * found.at).toLocaleTimeString()}${found.ms ? `, in ${duration(found.ms)}` : ""}.` : "";
-      const unseen = found?.scope === "audit" && this.unseen ? ` ${counted(this.unseen, "block")} written since.` : "";
+      const unseen = found && found.scope !== "restore" && this.unseen ? ` ${counted(this.unseen, "block")} written since.` : "";
       setText(this.sentence, this.stopped ? "Stopped." : found ? found.sentence + since + unseen : this.told ?? "Runs this chat's tokens again on scratch blocks and compares keys, values and logits with what is cached.");
       this.sentence.className = found?.verdict === "fault" ? "failure" : found || this.told ? "" : "quiet";
     }

@@ -197,8 +197,8 @@ export class ChatLog {
       button("copy", "Copy", (event) => this.copy(entry, event.currentTarget), false),
       button("edit", reply ? "Edit this reply" : "Edit and answer anew", () => this.edit(entry)),
       reply && priced(button("again", "Regenerate", () => page.act("regenerate", { message: entry.id })), page, "regenerate", entry.id),
-      reply && last && button("undo", "Take back the last turn", () => this.undo()),
-      button("fork", "Fork the chat from here", () => page.fork(page.session, entry.id), false),
+      reply && last && priced(button("undo", "Take back the last turn", () => this.undo()), page, "undo", entry.id),
+      priced(button("fork", "Fork the chat from here", () => page.fork(page.session, entry.id), false), page, "fork", entry.id),
       button("trash", "Delete this message and what follows", () => this.remove(entry)),
     ];
     if (entry.loop) parts.push(loopNote(entry.loop, () => page.debug.open(entry.id)));

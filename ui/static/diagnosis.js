@@ -12,7 +12,7 @@ const VERDICTS = {
 };
 const RUNS = {
   audit: "Audit", measures: "Live numbers", fresh: "Fresh prefill", fp32: "float32 cache", fp16: "fp16 cache", greedy: "Greedy",
-  advised: "Advised settings", stronger: "Stronger penalties",
+  advised: "Advised settings", anew: "Advised, whole reply", stronger: "Stronger penalties",
 };
 const LONGEST_TEXT = 64;
 

@@ -8,6 +8,12 @@ export function loopNote({ period, repeats, near }, open) {
   return h("button", { type: "button", class: "loop-note", onclick: open, title: "Open the Debug tab" }, icon("again"), `Repeats itself: ${what}. `, h("b", {}, "Why?"));
 }
 
+// What an act will compute, as the end of a sentence.
+export async function priceOf(session, action, message, content) {
+  const { tokens, seconds } = await price(session, action, message, content);
+  return `computes ${counted(tokens, "token")} of the prompt${seconds === null ? "" : `, about ${duration(1000 * seconds)}`}`;
+}
+
 // The price is asked for when the pointer or the focus gets to the button, and stands in its title. `content`: the text
 // that an edit would bring by then.
 export function priced(button, page, action, message, content = () => undefined) {
@@ -15,9 +21,7 @@ export function priced(button, page, action, message, content = () => undefined)
   const tell = async () => {
     if (page.running || page.app?.status !== "ok" || content()?.trim() === "") return;
     try {
-      const { tokens, seconds } = await price(page.session, action, message, content());
-      const time = seconds === null ? "" : `, about ${duration(1000 * seconds)}`;
-      button.title = `${label}: computes ${counted(tokens, "token")} of the prompt${time}`;
+      button.title = `${label}: ${await priceOf(page.session, action, message, content())}`;
     } catch {
       button.title = label;
     }

@@ -2,6 +2,7 @@
 
 import { h, setText } from "./dom.js";
 import { act } from "./net.js";
+import { priceOf } from "./notes.js";
 
 const SAVE_AFTER_MS = 400;
 const FILLED_AFTER_MS = 150;
@@ -123,6 +124,7 @@ export class Settings {
     clearTimeout(this.timer);
     if (!this.pending) return;
     const { session, body } = this.pending;
+    const format = this.page.meta?.settings?.kv_format ?? null;
     this.pending = null;
     try {
       await act(session, "update", body);
@@ -130,10 +132,21 @@ export class Settings {
         if (this.own === body) this.own = null;
         if (this.page.meta) Object.assign(this.page.meta, { system_prompt: body.system_prompt, settings: body.params });
         this.tell("Saved for this chat.");
+        if (body.params.kv_format !== format) this.tellPrice(session);
       }
       this.page.poll();
     } catch (error) {
       if (session === this.page.session) this.tell(error.message, true);
+    }
+  }
+
+  // Another format of keys and values makes the next reply compute the whole chat.
+  async tellPrice(session) {
+    try {
+      const found = await priceOf(session, "kv_format");
+      if (session === this.page.session) this.tell(`Saved for this chat: its next reply ${found}.`);
+    } catch {
+      // What was saved has been told.
     }
   }
 
