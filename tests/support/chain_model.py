@@ -34,9 +34,9 @@ class ChainModel:
     stays_on_device = samples_on_device = False
     device = torch.device("cpu")
 
-    def hidden_states(
+    def step(
         self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None, *_: object
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         batch = states.take(meta.state_slots, apart=max(meta.query_lens) > 1) if states is not None else None
         tokens = iter(token_ids.tolist())
         for row, count in enumerate(meta.query_lens):
@@ -56,7 +56,4 @@ class ChainModel:
                     cache.extents[extent][index, :, :, slot] = value
         if states is not None and batch is not None:
             states.put_back(batch)
-        return torch.zeros(len(token_ids), 1)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(len(hidden), 3)
+        return torch.zeros(len(token_ids), 1), torch.zeros(len(meta.logit_rows), 3)
