@@ -16,14 +16,14 @@ from kernels.kv_format import fill_extent_table
 from kernels.layer_groups import LayerGroup, LayerPlace
 from kernels.reference.kv_codes import decode
 
-EXTENT_BYTES = 4 * 2**20
-"""Of 16 bits a value. Small beside a few sessions' caches, since the last extent is half empty on average."""
+EXTENT_BYTES = 8 * 2**20
+"""Of 16 or more bits a value. Small beside a few sessions' caches, since the last extent is half empty on average."""
 BlockTables = Sequence[Sequence[int]]
 
 
 def usual_extent_bytes(spec: KVCacheSpec) -> int:
-    """`EXTENT_BYTES`, fewer or more of them by the format's bits, so that extents hold as many tokens in each."""
-    return EXTENT_BYTES * spec.format.bits // 16
+    """`EXTENT_BYTES`, less for fewer bits, so that the last extent is no larger a part of the whole."""
+    return EXTENT_BYTES * min(spec.format.bits, 16) // 16
 
 
 def fitting_extent_bytes(spec: KVCacheSpec, context_tokens: int) -> int:
