@@ -58,5 +58,11 @@ class ChainModel:
             states.put_back(batch)
         return torch.zeros(len(token_ids), 1)
 
+    def step(
+        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.hidden_states(token_ids, cache, meta, states)
+        return hidden, self.head(hidden[meta.logit_rows])
+
     def head(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), 3)
