@@ -34,9 +34,9 @@ class ChainModel:
     stays_on_device = samples_on_device = False
     device = torch.device("cpu")
 
-    def step(
+    def hidden_states(
         self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None, *_: object
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         batch = states.take(meta.state_slots, apart=max(meta.query_lens) > 1) if states is not None else None
         tokens = iter(token_ids.tolist())
         for row, count in enumerate(meta.query_lens):
@@ -56,4 +56,13 @@ class ChainModel:
                     cache.extents[extent][index, :, :, slot] = value
         if states is not None and batch is not None:
             states.put_back(batch)
-        return torch.zeros(len(token_ids), 1), torch.zeros(len(meta.logit_rows), 3)
+        return torch.zeros(len(token_ids), 1)
+
+    def step(
+        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.hidden_states(token_ids, cache, meta, states)
+        return hidden, self.head(hidden[meta.logit_rows])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), 3)
