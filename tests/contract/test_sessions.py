@@ -301,8 +301,8 @@ def test_a_client_that_hangs_up_ends_its_completion(server_url, engine, stream, 
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json=body, timeout=httpx.Timeout(30, read=0.3))
     assert wait_until(lambda: engine.finished, 60)
-    (cached,) = engine.caches.values()
-    assert len(cached) < engine.context // 2, "by itself the reply would fill the context"
+    cached = sum(map(len, engine.caches.values()))  # nothing where it ended before its first token
+    assert cached < engine.context // 2, "by itself the reply would fill the context"
 
 
 def test_an_export_says_what_each_reply_was_made_from(client, engine, session_id):
