@@ -63,6 +63,26 @@ def test_only_pages_that_were_written_count():
     assert 3 * MIB <= touched <= 5 * MIB  # the system may back the beginning with a page of 2 MiB
 
 
+def test_an_arena_counts_without_what_was_mapped_below_it(monkeypatch):
+    """The system tells of neighbours with the same rights as one mapping."""
+    arena, page = process_memory.ARENA, 4096
+    monkeypatch.setattr(process_memory, "touched_bytes", lambda ranges: sum(size for _, size in ranges) // 2)
+
+    def mapping(start, size, rights="rw-p", name=""):
+        return process_memory.Mapping(start, start + size, rights, name, size)
+
+    alone = [mapping(5 * arena, 8 * page), mapping(5 * arena + 8 * page, arena - 8 * page, "---p")]
+    with_neighbour = [
+        mapping(8 * arena - 90 * page, 98 * page),
+        mapping(8 * arena + 8 * page, arena - 8 * page, "---p"),
+    ]
+    others = [mapping(2 * arena, 16 * page), mapping(3 * arena, 9 * page, "rw-p", "/a/file"), mapping(page, page)]
+    assert process_memory.arena_bytes(alone) == 8 * page
+    assert process_memory.arena_bytes(with_neighbour) == 4 * page
+    assert process_memory.arena_bytes(others) == 0
+    assert process_memory.arena_bytes([mapping(page, 7 * page, name="[heap]")]) == 7 * page
+
+
 def test_each_storage_counts_once_and_views_of_files_not_at_all(tmp_path):
     whole, array = torch.zeros(1000), np.zeros(500, np.uint8)
     file = tmp_path / "blocks"
