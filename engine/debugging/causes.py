@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.debugging.loop_case import MOST_DRAWN, RUNS, LoopCase, draws
 from engine.debugging.protocol import TokenMeasure
 from engine.debugging.replays import ROWS, KeptAs, Redrawn, distance_from_draw, follow, kept_as
-from engine.debugging.verdict import Findings, advice, changed_params, drift, judge, stronger
+from engine.debugging.verdict import LOST, Findings, advice, changed_params, drift, judge, stronger
 from engine.jobs import Slices
 from engine.kv_cache.calibration import precision_loss
 from engine.kv_cache.prefixes import common_prefix_len
@@ -91,24 +91,37 @@ def _is_rounding(case: LoopCase, drawn: Redrawn) -> Slices[bool]:
 
 def precision_findings(case: LoopCase, found: Findings) -> Slices[tuple[Findings, str | None]]:
     """The same draw with a float32 cache, where the reply's was a smaller one; the smallest format that helps."""
-    parts, query = case.parts, case.query
+    parts, params = case.parts, case.query.params
     if case.kept.spec.format == FP32 or not case.kept.spec.num_layers:
         return found, None
     exact = yield from kept_as(parts, "fp32")
     kl = yield from _kl(case, exact)
-    looped, _ = yield from draws(case, "fp32", exact, query.params, {})
-    found = replace(found, exact=looped, kl=kl)
-    if query.params.temperature > 0 and judge(found) == "precision":
-        # One draw proves little where there is chance in it.
-        again, _ = yield from draws(case, "fresh", case.kept, query.params, {}, RUNS)
-        looped, _ = yield from draws(case, "fp32", exact, query.params, {}, RUNS)
-        found = replace(found, fresh=again, exact=looped)
-    case.evidence[-1]["mean_kl"] = round(kl, 5)
+    looped, _ = yield from draws(case, "fp32", exact, params, {})
+    found, begin = replace(found, exact=looped, kl=kl), None
+    # Where there is chance in it one draw proves little; greedily there is but one, and another reply may be chance.
+    if params.temperature > 0 and kl >= LOST:
+        if judge(found) == "precision":
+            found = yield from _both_formats(case, found, exact)
+        if judge(found) != "precision" and case.begin > 0 and case.noticed <= MOST_DRAWN:
+            # What the smaller format wrote before the loop may lead into it in any format.
+            found, begin = (yield from _both_formats(case, found, exact, "_anew", 0)), 0
+    next(item for item in case.evidence if item["run"] == "fp32")["mean_kl"] = round(kl, 5)
     if judge(found) != "precision":
         return found, None
     half = yield from kept_as(parts, "fp16")
-    looped, _ = yield from draws(case, "fp16", half, query.params, {})
+    looped, _ = yield from draws(case, "fp16", half, params, {}, begin=begin)
     return found, "fp32" if looped[0] else "fp16"
+
+
+def _both_formats(
+    case: LoopCase, found: Findings, exact: KeptAs, suffix: str = "", begin: int | None = None
+) -> Slices[Findings]:
+    """Several draws in the reply's format and with a float32 cache; the latter alone where it loops too."""
+    params, fresh = case.query.params, found.fresh
+    looped, _ = yield from draws(case, "fp32" + suffix, exact, params, {}, RUNS, begin)
+    if 2 * looped[0] <= looped[1]:
+        fresh, _ = yield from draws(case, "fresh" + suffix, case.kept, params, {}, RUNS, begin)
+    return replace(found, fresh=fresh, exact=looped)
 
 
 def _kl(case: LoopCase, exact: KeptAs) -> Slices[float]:

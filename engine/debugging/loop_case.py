@@ -24,6 +24,8 @@ LEAST_DRAWN = REPEATS * MAX_PERIOD
 WHAT = {
     "fresh": "A fresh prefill with the same settings and random numbers",
     "fp32": "The same with a float32 cache",
+    "fresh_anew": "The whole reply with the same settings",
+    "fp32_anew": "The whole reply with a float32 cache",
     "fp16": "The same with an fp16 cache",
     "greedy": "The likeliest token each time",
     "advised": "The advised settings",
