@@ -36,24 +36,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="tokens per reply")
     parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
     options = parser.parse_args()
-    fine, coarse = Bench(options, "fp16"), Bench(options, "int4")
-    with_outlier_keys(coarse.engine)
-    made = {
-        "none": (fine, none_cases(fine)),
-        "sampler": (fine, sampler_cases(fine)),
-        "precision": (coarse, precision_cases(coarse, fine)),
-        "cache": (fine, cache_cases(fine)),
-        "model": (fine, model_cases(fine)),
-    }
-    made = {cause: cases for cause, cases in made.items() if cause in (options.cause or VERDICTS)}
+    causes = options.cause or VERDICTS
+    fine, coarse = Bench(options, "fp16"), None
+    made = {"none": (fine, none_cases(fine)), "sampler": (fine, sampler_cases(fine))}
+    if "precision" in causes:
+        coarse = Bench(options, "int4")
+        with_outlier_keys(coarse.engine)
+        made["precision"] = (coarse, precision_cases(coarse, fine))
+    made |= {"cache": (fine, cache_cases(fine)), "model": (fine, model_cases(fine))}
+    made = {cause: cases for cause, cases in made.items() if cause in causes}
     found: Counter[tuple[str, str]] = Counter()
     seconds: list[float] = []
     for cause, verdict, took in until(judged(made, options.cases), options.limit_s):
         found[cause, verdict] += 1
         seconds.append(took)
     report(found, seconds)
-    fine.engine.close()
-    coarse.engine.close()
+    for bench in (fine, coarse):
+        if bench is not None:
+            bench.engine.close()
 
 
 def judged(made: dict[str, tuple[Bench, Iterator[Reply]]], count: int) -> Iterator[tuple[str, str, float]]:

@@ -9,7 +9,8 @@ and with those of the check. The factors:
   again); put right by an fp16 cache.
 - cache: keys and values of the prompt that were shifted or overwritten; put right by a sound cache. One looping reply
   is enough there, as the damage is known.
-- model: what is left. All of the above are right, and the reply loops, and so do most of the others.
+- model: what is left. All of the above are right, and all replies loop; where only most of them do with a sane sampler,
+  model and sampler have both their share.
 - none: a reply that does not loop.
 
 How far this is independent of what it tests: labels come from whole replies by ordinary decoding. The diagnosis sees
@@ -18,7 +19,8 @@ something else altogether: numbers measured live beside those of a fresh prefill
 change the same factor, as that is what these words mean: there the benchmark tells whether a few draws from one reply
 say what many whole replies do, not whether the notion of a cause is a good one.
 
-A cause is tried on all questions at once, with other seeds each time, until there are enough or `ROUNDS` were tried.
+A cause is tried on a few questions at once, on all of them in a round, with other seeds in each of `ROUNDS`, until
+there are enough.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from engine.sampling.params import SamplingParams
 OUTLIER = 6.0
 """More, and int4 leaves noise, which does not repeat itself."""
 ROUNDS = 6
+AT_ONCE = 4
+"""Cases come early, should there be little time."""
 SANE = SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.1)
 PLAIN = SamplingParams(temperature=0.5, top_p=0.95)
 COLD = SamplingParams(temperature=0.2)
@@ -63,11 +67,15 @@ def made_by(
     return (reply for reply, runs in zip(found, factor(found), strict=True) if most(runs))
 
 
-def seeded(params: Sequence[SamplingParams], number: int) -> list[SamplingParams]:
-    """Settings for each question in round `number`, in turn those of `params`."""
-    return [
-        replace(params[(index + number) % len(params)], seed=number * len(ASKED) + index) for index in range(len(ASKED))
-    ]
+def rounds(params: SamplingParams, first: SamplingParams | None = None) -> Iterator[tuple[range, list[SamplingParams]]]:
+    """A few questions at a time, by their place, and settings for each with a seed of its own; `first` those of the
+    first round."""
+    count = len(ASKED)
+    for number in range(ROUNDS):
+        for start in range(0, count, AT_ONCE):
+            places = range(start, min(start + AT_ONCE, count))
+            chosen = params if number or first is None else first
+            yield places, [replace(chosen, seed=number * count + place) for place in places]
 
 
 def model_cases(bench: Bench) -> Iterator[Reply]:
@@ -79,43 +87,39 @@ def model_cases(bench: Bench) -> Iterator[Reply]:
         )
         for chant in CHANTS
     ]
-    for number in range(ROUNDS):
-        replies = bench.replies(prompts, seeded((SANE, GREEDY) if not number else (SANE,), number))
-        found = looping(replies)
-        yield from (reply for reply, runs in zip(found, bench.loops(found, SANE), strict=True) if most(runs))
+    for places, settings in rounds(SANE, GREEDY):
+        found = looping(bench.replies([prompts[place] for place in places], settings))
+        sane = bench.loops(found, SANE)
+        yield from (reply for reply, (loops, runs) in zip(found, sane, strict=True) if loops == runs)
 
 
-def questions(bench: Bench) -> list[tuple[int, ...]]:
-    return [bench.prompt(ChatMessage("user", question)) for question in ASKED]
+def answers(bench: Bench, params: SamplingParams, first: SamplingParams | None = None) -> Iterator[list[Reply]]:
+    for places, settings in rounds(params, first):
+        yield bench.replies([bench.prompt(ChatMessage("user", ASKED[place])) for place in places], settings)
 
 
 def sampler_cases(bench: Bench) -> Iterator[Reply]:
-    prompts = questions(bench)
-    for number in range(ROUNDS):
-        replies = bench.replies(prompts, seeded((COLD if number else GREEDY,), number))
+    for replies in answers(bench, COLD, GREEDY):
         yield from made_by(bench.loops, lambda found: bench.loops(found, SANE), replies)
 
 
 def none_cases(bench: Bench) -> Iterator[Reply]:
-    prompts = questions(bench)
-    for number in range(ROUNDS):
-        yield from (reply for reply in bench.replies(prompts, seeded((SANE,), number)) if reply.loop is None)
+    for replies in answers(bench, SANE):
+        yield from (reply for reply in replies if reply.loop is None)
 
 
 def precision_cases(coarse: Bench, fine: Bench) -> Iterator[Reply]:
-    prompts = questions(coarse)
-    for number in range(ROUNDS):
-        replies = coarse.replies(prompts, seeded((PLAIN,), number))
+    for replies in answers(coarse, PLAIN):
         yield from made_by(coarse.loops, fine.loops, replies)
 
 
 def cache_cases(bench: Bench) -> Iterator[Reply]:
     """Each chat has a system prompt of its own, so that no other shares the blocks that are damaged."""
-    for number in range(ROUNDS):
-        session_ids, settings = [str(uuid.uuid4()) for _ in ASKED], seeded((PLAIN,), number)
+    for places, settings in rounds(PLAIN):
+        session_ids = [str(uuid.uuid4()) for _ in places]
         chats = [
-            [ChatMessage("system", f"{number * len(ASKED) + index} is your name."), ChatMessage("user", question)]
-            for index, question in enumerate(ASKED)
+            [ChatMessage("system", f"{params.seed} is your name."), ChatMessage("user", ASKED[place])]
+            for place, params in zip(places, settings, strict=True)
         ]
         first = bench.replies([bench.prompt(*chat) for chat in chats], settings, session_ids)
         for chat, reply in zip(chats, first, strict=True):
