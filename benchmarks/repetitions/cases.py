@@ -6,7 +6,8 @@ and with those of the check. The factors:
 
 - sampler: temperature 0 or 0.2; put right by a sane sampler.
 - precision: an int4 cache of outlier keys (one pair of channels is `OUTLIER` times as large, which queries divide out
-  again); put right by an fp16 cache.
+  again); put right by an fp16 cache. The default model loops readily with that too, so few cases are the format's
+  alone, and the row may stay empty, which says nothing about the verdict.
 - cache: keys and values of the prompt that were shifted or overwritten; put right by a sound cache. One looping reply
   is enough there, as the damage is known.
 - model: what is left. All of the above are right, and all replies loop; where only most of them do with a sane sampler,
