@@ -13,7 +13,7 @@ import pytest
 from benchmarks.common import until
 from benchmarks.faults import SHARES, Case, spread_over, summary
 from benchmarks.page import compared
-from benchmarks.repetitions import judged
+from benchmarks.repetitions.__main__ import judged
 
 
 @pytest.fixture(autouse=True)

@@ -208,6 +208,42 @@ def test_a_loop_that_a_float32_cache_does_not_have_is_the_precisions_fault():
     assert evidence["fresh"]["looped"] >= 1 and evidence["measures"]["first"] is None
 
 
+def test_what_the_format_wrote_before_the_loop_may_lead_into_it_in_any_format():
+    """Behind the token with which int4 leads astray a float32 cache loops too. It was called the sampler's fault."""
+    model, at = copy.copy(loaded_model()), len(prompt(1))
+    hidden_states, head = model.hidden_states, model.head
+    led_astray, boosted = [], []
+
+    def reading(token_ids, cache, meta, *rest):
+        length = meta.context_lens_host[0]
+        start = length - len(token_ids)
+        if start <= at:
+            led_astray[:] = [76] * (76 in token_ids.tolist()[at - start : at - start + 1])
+        boosted[:] = [76] * (length == at and cache.kv_format == "int4")
+        return hidden_states(token_ids, cache, meta, *rest)
+
+    def stuck(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits[:, 76] += 1e4 * (1 if boosted else -1)
+        logits[:, 77] += 1e4 * bool(led_astray)
+        return logits
+
+    model.hidden_states, model.head = reading, stuck
+    engine = tiny_engine(model=model, kv_format="int4")
+    try:
+        query = query_of(engine, GenerateRequest(prompt(1), replace(GREEDY, temperature=0.7, max_tokens=80)))
+        found = engine.diagnose(query, SOUND)
+    finally:
+        engine.close()
+    evidence = by_run(found)
+    assert evidence["fp32"]["looped"] == 1 and evidence["fp32"]["mean_kl"] > 0.02, (
+        "behind the token the format matters not"
+    )
+    assert (evidence["fp32_anew"]["from_token"], evidence["fp32_anew"]["looped"]) == (0, 0)
+    assert evidence["fresh_anew"]["looped"] >= 2
+    assert found["verdict"] == "precision" and found["cure"]["params"]["kv_format"] == "fp16"
+
+
 def test_a_recurrent_model_is_diagnosed_too():
     engine = tiny_engine(kind="bamba")
     try:

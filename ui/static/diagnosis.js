@@ -12,6 +12,7 @@ const VERDICTS = {
 };
 const RUNS = {
   audit: "Audit", measures: "Live numbers", fresh: "Fresh prefill", fp32: "float32 cache", fp16: "fp16 cache", greedy: "Greedy",
+  fresh_anew: "Whole reply", fp32_anew: "float32, whole reply",
   advised: "Advised settings", anew: "Advised, whole reply", stronger: "Stronger penalties",
 };
 const LONGEST_TEXT = 64;
