@@ -21,7 +21,8 @@ from ui import view_models
 from ui.chat import ChatService
 
 PROBE_POSITIONS = 10
-READ_EVERY_S = 0.3
+READ_EVERY_S = 1.0
+"""A running turn itself tells where the cache ends (`LivePage`); the engine computes nothing while it is read."""
 IDLE_READ_EVERY_S = 1.5
 STALE_AFTER_S = 5.0
 """A reading this old is from before the page was opened or came back: better nothing for a moment."""
