@@ -149,10 +149,11 @@ def test_the_panel_counts_along_with_the_reply(visitor: Visitor, app: AppProcess
         """() => {
             window.counted = [];
             const value = (selector) => Number(document.querySelector(selector).textContent.replaceAll(/\\D/g, ""));
+            const line = document.querySelector("#kv-preview");
             new MutationObserver(() => {
-                if (!document.querySelector("#kv-preview").textContent.includes("Writing")) return;
-                counted.push([value("#kv-preview"), value("#kv-panel .tiles div:nth-child(3) b"), value(".cache-pos b")]);
-            }).observe(document.querySelector("#kv-preview"), { subtree: true, childList: true, characterData: true });
+                const tile = value("#kv-panel .tiles div:nth-child(3) b");
+                if (line.textContent.includes("Writing")) counted.push([value("#kv-preview"), tile, value(".cache-pos b")]);
+            }).observe(line, { subtree: true, childList: true, characterData: true });
         }"""
     )
     tab.ask("Count to twenty.")
