@@ -152,7 +152,8 @@ def test_the_panel_counts_along_with_the_reply(visitor: Visitor, app: AppProcess
             const line = document.querySelector("#kv-preview");
             new MutationObserver(() => {
                 const tile = value("#kv-panel .tiles div:nth-child(3) b");
-                if (line.textContent.includes("Writing")) counted.push([value("#kv-preview"), tile, value(".cache-pos b")]);
+                if (!line.textContent.includes("Writing")) return;
+                counted.push([value("#kv-preview"), tile, value(".cache-pos b")]);
             }).observe(line, { subtree: true, childList: true, characterData: true });
         }"""
     )
