@@ -208,6 +208,8 @@ class LivePage:
             reply = self._replies.get(turn.id) or self._replies.put(turn.id, LiveReply())
         length = int(had.length) if had.turn == turn.id and had.length.isdigit() else 0
         answer = {"id": turn.id, "message": turn.message_id, "tokens": view.token_count, **reply.changes(view, length)}
+        if view.stats is not None:
+            answer["cache_pos"] = view.stats.cache_pos
         if view.stats is not None and not view.token_count:
             answer["prefill"] = [view.stats.cache_pos, view.stats.prompt_tokens]
         if view.stats is not None and view.stats.loop is not None:

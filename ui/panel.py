@@ -23,7 +23,8 @@ from ui.chat import ChatService
 PROBE_POSITIONS = 10
 OF_SESSION = ("kv_format", "bytes_per_token", "max_seq_len")
 """Facts of the model that a chat with a KV format of its own has other values of."""
-READ_EVERY_S = 0.3
+READ_EVERY_S = 1.0
+"""A running turn itself tells where the cache ends (`LivePage`); the engine computes nothing while it is read."""
 IDLE_READ_EVERY_S = 1.5
 STALE_AFTER_S = 5.0
 """A reading this old is from before the page was opened or came back: better nothing for a moment."""

@@ -29,9 +29,11 @@ def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess
     assert tab.texts()[1].split() == stored[1]["content"].split()
     numbers = app.numbers(tab.session())
     wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
-    assert (tab.tile("generated"), tab.tile("computed")) == (str(STREAMED), str(numbers["computed_tokens"]))
+    # The reply tells how far the cache is by itself; what is in it comes with the next reading.
+    told = (str(STREAMED), str(numbers["computed_tokens"]))
+    wait_for(lambda: (tab.tile("generated"), tab.tile("computed")) == told, "the turn's numbers")
     cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
-    assert tab.panel.locator(".cells i").count() == len(cache["block_table"])
+    wait_for(lambda: tab.panel.locator(".cells i").count() == len(cache["block_table"]), "its blocks")
     assert tab.panel.locator(".uuid").inner_text() == tab.session()
 
 
@@ -139,3 +141,25 @@ def test_typing_while_a_reply_streams(visitor: Visitor, app: AppProcess) -> None
 def _stop(tab: ChatPage) -> None:
     tab.page.keyboard.press("Escape")
     tab.idle()
+
+
+def test_the_panel_counts_along_with_the_reply(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=64))
+    tab.page.evaluate(
+        """() => {
+            window.counted = [];
+            const value = (selector) => Number(document.querySelector(selector).textContent.replaceAll(/\\D/g, ""));
+            const line = document.querySelector("#kv-preview");
+            new MutationObserver(() => {
+                const tile = value("#kv-panel .tiles div:nth-child(3) b");
+                if (!line.textContent.includes("Writing")) return;
+                counted.push([value("#kv-preview"), tile, value(".cache-pos b")]);
+            }).observe(line, { subtree: true, childList: true, characterData: true });
+        }"""
+    )
+    tab.ask("Count to twenty.")
+    # A turn that has not reached the engine yet has no numbers at all.
+    counted = [numbers for numbers in tab.page.evaluate("counted") if numbers[0]]
+    assert len(counted) > 1
+    assert all(written == tile for written, tile, _ in counted)
+    assert len({cached - written for written, _, cached in counted}) == 1

@@ -175,3 +175,17 @@ def test_a_second_page_can_start_from_any_reading(page):
     tab = page.open(page.session)
     assert with_panel(tab)["blocks"] == page.panel["blocks"]
     assert Selection(page.session) == Selection(page.session, "k", 0, 0)
+
+
+def test_a_running_turn_tells_where_the_cache_ends_without_a_reading(page, monkeypatch):
+    asked = []
+    monkeypatch.setattr(page.chat.engine, "inspect", lambda session_id: asked.append(session_id))
+    page.chat.engine.pause_at = 5
+    page.send("Hello")
+    told = []
+    while not told or page.running:
+        turn = page.poll().get("turn")
+        if turn and turn["tokens"]:
+            told.append((turn["cache_pos"], turn["tokens"]))
+            page.chat.engine.go_on.set()
+    assert all(place - count == told[0][0] - told[0][1] for place, count in told) and asked == []

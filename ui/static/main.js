@@ -110,6 +110,7 @@ class Page {
       this.panel.draw(answer.panel);
       this.debug.draw(answer.panel);
     }
+    if (answer.turn) this.panel.follow(answer.turn);
     if (answer.running !== this.running) this.runs(answer.running);
     this.composer.status(answer.turn);
     if (answer.branch || !this.running) this.debug.refresh();

@@ -112,6 +112,13 @@ export class LivePanel {
     this.expect();
   }
 
+  // What a running turn tells with each answer, and is newer than any reading.
+  follow(turn) {
+    if (turn.cache_pos === undefined) return;
+    this.drawUsed(turn.cache_pos);
+    this.numbers.set("generated", number(turn.tokens));
+  }
+
   draw(changes) {
     this.fresh = true;
     for (const name of LIST_SECTIONS) {
@@ -137,17 +144,20 @@ export class LivePanel {
   }
 
   drawSession() {
-    const { cache, model } = this.facts;
+    const { cache } = this.facts;
     const { session } = this.page;
     setText(this.id, session ?? "not stored yet");
     this.copyId.hidden = !session;
-    const used = cache?.cache_pos ?? 0;
-    const most = model?.max_seq_len ?? 0;
-    setText(this.cachePos, number(used));
-    setText(this.capacity, most ? `of ${number(most)} · ${(100 * used / most).toFixed(1)} %` : "");
+    this.drawUsed(cache?.cache_pos ?? 0);
     const away = cache?.away;
     setText(this.away, cache?.refused ?? (away ? `${number(away.tokens)} tokens are kept ${PLACES[away.tier]}; the next turn brings them back.` : ""));
     this.away.hidden = !this.away.textContent;
+  }
+
+  drawUsed(used) {
+    const most = this.facts.model?.max_seq_len ?? 0;
+    setText(this.cachePos, number(used));
+    setText(this.capacity, most ? `of ${number(most)} · ${(100 * used / most).toFixed(1)} %` : "");
     this.fill_.style.width = `${most ? Math.min(100, 100 * used / most) : 0}%`;
     this.bar.setAttribute("aria-valuemax", most);
     this.bar.setAttribute("aria-valuenow", used);
