@@ -78,18 +78,21 @@ def mappings() -> list[Mapping] | None:
 def arena_bytes(mapped: SequenceOf[Mapping]) -> int:
     """Resident bytes of the C heap's arenas: "[heap]", and others at the beginning of reserved stretches of `ARENA`.
 
-    Of these less may be there than they have handed out or hold free: never touched, or given back. Where what lies
-    below an arena was mapped by itself, the system tells of both as one.
+    Of these less may be there than they have handed out or hold free: never touched, or given back. Where an arena is
+    in several mappings, because huge pages were asked for in the middle, or in one with what lies below it, its
+    neighbours with the same rights are taken together.
     """
-    resident, merged = 0, []
-    for one, following in zip(mapped, [*mapped[1:], None], strict=True):
-        reserved = following is not None and following.start == one.end and following.rights == "---p"
-        if one.name == "[heap]" or (not one.name and one.start % ARENA == 0 and one.rights == "rw-p" and reserved):
-            resident += one.resident
-        elif not one.name and one.rights == "rw-p" and reserved and one.end // ARENA * ARENA > one.start:
-            start = one.end // ARENA * ARENA
-            merged.append((start, one.end - start))
-    return resident + (touched_bytes(merged) or 0)
+    heap = sum(one.resident for one in mapped if one.name == "[heap]")
+    arenas: list[Range] = []
+    start = end = 0
+    for one in mapped:
+        if one.name == "" and one.rights == "rw-p":
+            start, end = (start if one.start == end else one.start), one.end
+        elif one.rights == "---p" and one.start == end and one.name == "":
+            first = start if start % ARENA == 0 else end // ARENA * ARENA
+            if start <= first < end:
+                arenas.append((first, end - first))
+    return heap + (touched_bytes(arenas) or 0)
 
 
 class _MallInfo(ctypes.Structure):

@@ -42,7 +42,7 @@ def test_a_time_limit_ends_behind_the_case_that_reached_it(capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_the_cases_before_it(number, capsys):
-    closed = []
+    closed, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 
     def cases():
         try:
@@ -53,7 +53,10 @@ def test_a_signal_keeps_the_cases_before_it(number, capsys):
         finally:
             closed.append(True)
 
-    assert list(until(cases(), None))[:1] == [1] and closed
+    try:
+        assert list(until(cases(), None))[:1] == [1] and closed
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().out == "Interrupted.\n"
 
 

@@ -33,7 +33,7 @@ def test_the_curve_of_lengths_and_the_comparison_are_drawn(visitor: Visitor, app
     expect(tab.panel.locator(".cdf svg")).to_be_visible()
     found = app.request("GET", "/api/advice")
     limit = tab.panel.locator("section", has_text="Context limit")
-    expect(limit).to_contain_text(f"{found['recommended']} tokens")
+    expect(limit).to_contain_text(f"{found['recommended']:,} tokens")
     expect(limit).to_contain_text(f"--max-seq-len {found['recommended']}")
     line = tab.panel.locator(".cdf .line")
     assert line.get_attribute("d").count("V") == len(found["cdf"])

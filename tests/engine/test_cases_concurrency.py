@@ -19,15 +19,16 @@ ROUNDS = 30
 SHORT = replace(GREEDY, max_tokens=4, top_logprobs=None)
 
 
-def check_tree(chat: TinyChat, session: str) -> None:
-    """Every question has at most one reply per answer given, every reply is whole, no row is double or half."""
+def check_tree(chat: TinyChat, session: str, repeated: int = 0) -> None:
+    """Every question has one reply per answer given, every reply is whole, no row is double or half; `repeated`
+    answers were to a question that was there already."""
     check_integrity(chat.store)
     data = chat.store.export(session)
     messages = data["messages"]
     assert len({message["id"] for message in messages}) == len(messages)
     assert all(message["status"] == COMPLETE for message in messages)
     roles = Counter(message["role"] for message in messages)
-    assert roles["user"] == roles["assistant"] == len(data["turns"])
+    assert roles["user"] + repeated == roles["assistant"] == len(data["turns"])
     assert {turn["message_id"] for turn in data["turns"]} == {m["id"] for m in messages if m["role"] == "assistant"}
 
 
@@ -61,6 +62,8 @@ def test_two_tabs_and_a_client_at_once(tmp_path):
                 if answer.status_code == 200:
                     if index % 2:
                         stateless.add(answer.json()["choices"][0]["message"]["content"])
+                    else:
+                        outcomes["same question"] += 1
                 elif answer.status_code != 409 or answer.json()["error"]["code"] != "session_busy":
                     trouble.append(answer.text)
 
@@ -71,9 +74,9 @@ def test_two_tabs_and_a_client_at_once(tmp_path):
         for thread in threads:
             thread.join(120)
         assert not trouble
-        assert outcomes["answered"] > 0 and outcomes.total() == 2 * ROUNDS
+        assert outcomes["answered"] > 0 and outcomes["answered"] + outcomes["refused"] == 2 * ROUNDS
         assert len(stateless) == 1
-        check_tree(chat, session)
+        check_tree(chat, session, max(outcomes["same question"] - 1, 0))
         assert_every_reply_is_that_of_a_fresh_engine(chat, session)
         assert finished(chat.service.send(chat.store.create().id, "And now?", SHORT)).token_count == 4
 

@@ -63,23 +63,24 @@ def test_only_pages_that_were_written_count():
     assert 3 * MIB <= touched <= 5 * MIB  # the system may back the beginning with a page of 2 MiB
 
 
-def test_an_arena_counts_without_what_was_mapped_below_it(monkeypatch):
-    """The system tells of neighbours with the same rights as one mapping."""
+def test_arenas_are_found_in_several_mappings_and_in_one_with_a_neighbour(monkeypatch):
+    """The system tells of neighbours with the same rights as one mapping, and of others as two."""
     arena, page = process_memory.ARENA, 4096
-    monkeypatch.setattr(process_memory, "touched_bytes", lambda ranges: sum(size for _, size in ranges) // 2)
+    monkeypatch.setattr(process_memory, "touched_bytes", lambda ranges: sum(size for _, size in ranges))
 
     def mapping(start, size, rights="rw-p", name=""):
         return process_memory.Mapping(start, start + size, rights, name, size)
 
-    alone = [mapping(5 * arena, 8 * page), mapping(5 * arena + 8 * page, arena - 8 * page, "---p")]
-    with_neighbour = [
-        mapping(8 * arena - 90 * page, 98 * page),
-        mapping(8 * arena + 8 * page, arena - 8 * page, "---p"),
-    ]
-    others = [mapping(2 * arena, 16 * page), mapping(3 * arena, 9 * page, "rw-p", "/a/file"), mapping(page, page)]
-    assert process_memory.arena_bytes(alone) == 8 * page
-    assert process_memory.arena_bytes(with_neighbour) == 4 * page
-    assert process_memory.arena_bytes(others) == 0
+    def followed(*parts):
+        return [*parts, mapping(parts[-1].end, 512 * page, "---p")]
+
+    whole = followed(mapping(5 * arena, 8 * page))
+    parts = followed(mapping(5 * arena, 8 * page), mapping(5 * arena + 8 * page, 512 * page))
+    with_neighbour = followed(mapping(8 * arena - 90 * page, 98 * page))
+    none = [*followed(mapping(2 * arena + page, 16 * page)), mapping(3 * arena, 9 * page, "rw-p", "/a/file")]
+    assert process_memory.arena_bytes(whole) == process_memory.arena_bytes(with_neighbour) == 8 * page
+    assert process_memory.arena_bytes(parts) == 520 * page
+    assert process_memory.arena_bytes([*none, mapping(page, page)]) == 0
     assert process_memory.arena_bytes([mapping(page, 7 * page, name="[heap]")]) == 7 * page
 
 
