@@ -9,7 +9,7 @@ from tests.support.app_process import AppProcess, wait_for
 from tests.support.chat_page import ChatPage, Visitor
 
 pytestmark = pytest.mark.e2e
-ENDLESS = 700
+ENDLESS = 2500
 READ_PROBE = """rows => rows.slice(0, 10)
     .map(row => [...row.querySelectorAll('td[class]')].map(cell => Number(cell.title).toFixed(3)))"""
 STREAMED = 120

@@ -11,7 +11,7 @@ from tests.support.app_process import AppProcess, wait_for
 from tests.support.chat_page import Visitor
 
 pytestmark = pytest.mark.e2e
-ENDLESS = 700
+ENDLESS = 2500
 NO_CHATS = ("00000000-0000-4000-8000-000000000000", "no-uuid", "../../etc/passwd", "%00", "<b>x</b>", "..", "x" * 3000)
 
 
@@ -44,7 +44,7 @@ def test_refresh_keeps_a_text_that_is_not_sent_yet(visitor: Visitor, app: AppPro
 
 def test_a_second_tab_shows_new_turns(visitor: Visitor, app: AppProcess) -> None:
     # Long enough that a tab which looks every two seconds sees it being written.
-    session = app.session(max_tokens=240)
+    session = app.session(max_tokens=1000)
     first, second = visitor.open(session), visitor.open(session)
     first.send("Say something.")
     second.writing(1)

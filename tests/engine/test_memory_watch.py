@@ -42,10 +42,11 @@ def test_parts_add_up_to_the_resident_set_before_and_after_a_turn():
 def test_memory_of_nobody_is_unexplained_and_what_is_held_is_in_its_part():
     """Guards the sum against being right by definition: pages that no source knows of must appear as such."""
     before = measure(Holdings())
-    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-        pages.write(b"x" * (64 * MIB))
+    # Not as large as an arena of the C heap: beside one it would pass for another.
+    with mmap.mmap(-1, 40 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.write(b"x" * (40 * MIB))
         stray = measure(Holdings())
-    assert 56 * MIB <= stray["unexplained"] - before["unexplained"] <= 72 * MIB
+    assert 32 * MIB <= stray["unexplained"] - before["unexplained"] <= 48 * MIB
     tensor = torch.ones(16 * MIB)
     known, unknown = measure(Holdings({"kv": held_ranges(tensor)})), measure(Holdings())
     assert known["parts"]["kv"] == tensor.nbytes
