@@ -216,15 +216,6 @@ def prefetch_line(b: Any, address: Value) -> None:
     b.call(function, [b.inttoptr(address, I8.as_pointer()), *options])
 
 
-@emits("iiii")
-def prefetch(b: Any, address: Value, count: Value, stride: Value, size: Value) -> None:
-    """Have `count` rows of `size` bytes, `stride` apart, brought near."""
-    with cgutils.for_range(b, count, intp=I64) as row:
-        place = b.add(address, b.mul(row.index, stride))
-        with cgutils.for_range(b, b.lshr(plus(b, size, 63), ir.Constant(I64, 6)), intp=I64) as line:
-            prefetch_line(b, plus(b, place, line.index, 64))
-
-
 @emits("i")
 def pause(b: Any, ignored: Value) -> None:
     """Tell the processor that a loop waits."""

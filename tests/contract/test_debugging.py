@@ -100,7 +100,7 @@ def test_a_diagnosis_can_be_stopped_and_only_one_runs(client, engine, session_id
     assert wait_until(lambda: bool(engine.diagnosed))
     assert client.post(f"/api/sessions/{session_id}/diagnose").status_code == 409
     assert client.post(f"/api/sessions/{session_id}/diagnose/stop").json() == {"stopped": True}
-    asking.join(60)
+    asking.join(10)
     assert answers[0].status_code == 409 and answers[0].json()["error"]["code"] == "stopped"
     assert client.post(f"/api/sessions/{session_id}/diagnose/stop").json() == {"stopped": False}
 
@@ -114,7 +114,7 @@ def test_an_audit_can_be_stopped_and_only_one_runs(client, engine, session_id, a
     assert wait_until(lambda: bool(engine.auditing))
     assert client.post(f"/api/sessions/{session_id}/audit").status_code == 409
     assert client.post(f"/api/sessions/{session_id}/audit/stop").json() == {"stopped": True}
-    asking.join(60)
+    asking.join(10)
     assert answers[0].status_code == 409 and answers[0].json()["error"]["code"] == "stopped"
     assert client.post(f"/api/sessions/{session_id}/audit/stop").json() == {"stopped": False}
     assert client.post("/api/sessions/nonsense/audit/stop").status_code == 400

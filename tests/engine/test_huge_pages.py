@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.memory import huge_pages
 from engine.memory.huge_pages import HUGE, ask_for_huge_pages
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -25,5 +26,12 @@ def test_whole_pages_of_a_tensor_are_asked_for_and_nothing_else():
 
 
 @pytest.mark.parametrize("size", [0, 100, HUGE])
-def test_small_tensors_are_left_as_they_are(size):
-    ask_for_huge_pages(torch.empty(size, dtype=torch.uint8))
+def test_what_holds_no_whole_huge_page_is_not_asked_for(size, monkeypatch):
+    asked = []
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda start, length, _: asked.append((start, length)))
+    tensor = torch.empty(3 * HUGE, dtype=torch.uint8)
+    offset = -tensor.data_ptr() % HUGE + 4096
+    ask_for_huge_pages(tensor[offset : offset + size])
+    assert asked == []
+    ask_for_huge_pages(tensor[offset - 4096 : offset - 4096 + HUGE])
+    assert asked == [(tensor.data_ptr() + offset - 4096, HUGE)]

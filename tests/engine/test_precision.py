@@ -118,7 +118,7 @@ def test_streams_run_on_unchanged_while_a_comparison_is_under_way():
         asking = threading.Thread(target=lambda: found.append(engine.compare_precision(PrecisionQuery(IDS))))
         asking.start()
         events = [list(reader) for reader in readers]
-        asking.join(60)
+        asking.join(10)
         assert [event[-1].token_ids for event in events] == alone
         assert found[0]["mean_kl"] > 0
         engine.check_integrity()
