@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import re
+import struct
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
@@ -22,6 +23,7 @@ import psutil
 
 PAGE = mmap.PAGESIZE
 ARENA = 64 * 2**20
+_ARENA_HEADER = struct.Struct("4Q")
 _MAPPING = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *([^\n]*)\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB",
     re.MULTILINE,
@@ -76,23 +78,45 @@ def mappings() -> list[Mapping] | None:
 
 
 def arena_bytes(mapped: SequenceOf[Mapping]) -> int:
-    """Resident bytes of the C heap's arenas: "[heap]", and others at the beginning of reserved stretches of `ARENA`.
+    """Resident bytes of the C heap's arenas: "[heap]", and those of its threads.
 
-    Of these less may be there than they have handed out or hold free: never touched, or given back. Where an arena is
-    in several mappings, because huge pages were asked for in the middle, or in one with what lies below it, its
-    neighbours with the same rights are taken together.
+    Of these less may be there than they have handed out or hold free: never touched, or given back. The system tells
+    of an arena as several mappings where huge pages were asked for in the middle, and as one with neighbours that have
+    the same rights; so neighbours are taken together, and each arena is told by what it says of itself.
     """
     heap = sum(one.resident for one in mapped if one.name == "[heap]")
-    arenas: list[Range] = []
-    start = end = 0
+    arenas = []
+    for start, end in _stretches(mapped):
+        for first in range(-(-start // ARENA) * ARENA, end, ARENA):
+            size = arena_size(first)
+            if 0 < size <= end - first:
+                arenas.append((first, size))
+    return heap + (touched_bytes(arenas) or 0)
+
+
+def _stretches(mapped: SequenceOf[Mapping]) -> list[Range]:
+    """Start and end of neighbouring mappings that are of no file and can be written."""
+    found: list[Range] = []
     for one in mapped:
         if one.name == "" and one.rights == "rw-p":
-            start, end = (start if one.start == end else one.start), one.end
-        elif one.rights == "---p" and one.start == end and one.name == "":
-            first = start if start % ARENA == 0 else end // ARENA * ARENA
-            if start <= first < end:
-                arenas.append((first, end - first))
-    return heap + (touched_bytes(arenas) or 0)
+            joined = bool(found) and found[-1][1] == one.start
+            found[-1 if joined else len(found) :] = [(found[-1][0] if joined else one.start, one.end)]
+    return found
+
+
+def arena_size(address: int) -> int:
+    """Bytes in use of the arena that begins here, 0 where none does: glibc's `heap_info`, malloc/arena.c."""
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            # Not through a pointer: another thread may have given the address back meanwhile.
+            arena, previous, size, writable = _ARENA_HEADER.unpack(
+                os.pread(memory.fileno(), _ARENA_HEADER.size, address)
+            )
+    except (OSError, struct.error):
+        return 0
+    # The first part of an arena holds the arena itself, later ones name the part before.
+    linked = previous % ARENA == 0 and arena % 16 == 0 and (address < arena < address + ARENA or previous > 0)
+    return writable if linked and 0 < size <= writable <= ARENA and writable % PAGE == 0 else 0
 
 
 class _MallInfo(ctypes.Structure):
