@@ -1,177 +1,28 @@
-"""KVScope: chat with a model on your own GPU, and see the model's memory. Arguments, wiring, start and end."""
+"""KVScope: chat with a model on your own GPU, and see the model's memory. Wiring only."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
 import re
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
-from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION, EngineConfig, check_window
+from engine.config import EngineConfig, check_window
 from engine.errors import ConfigError, KVScopeError
 from engine.prepare import prepare
 from engine.tiers.frozen_text import read_text
 from engine.weights.catalog import local_models, resolve
 from sessions.errors import StoreError
 from ui import quick_imports
+from ui.arguments import make_parser
+from ui.lifecycle import Start, end_at_once_when_asked_again, end_cleanly, end_replies_first, finish, on_signals
 from ui.network import is_loopback, open_socket, own_names, url_of
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from engine.local import LocalEngine
-    from ui.chat import ChatService
-
 GRACE_S = 2
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-UNITS |= {f"{unit}ib": UNITS[unit] for unit in "kmgt"}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One sentence in place of the usage."""
-        raise ConfigError(f"{message[:1].upper()}{message[1:].rstrip('.')}; --help lists all arguments.")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser("app.py", description=__doc__.split(".")[0] + ".", allow_abbrev=False)
-    add = parser.add_argument
-    add(
-        "--model",
-        metavar="NAME|DIR|FILE",
-        help="hub name, folder with safetensors, or .gguf file (default: SmolLM2-135M-Instruct, fetched on first use)",
-    )
-    add("--device", choices=DEVICES, default="auto", help="where the model runs (default: auto, a CUDA card if any)")
-    add("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: auto, the fastest 16 bit type)")
-    add(
-        "--kv-format",
-        choices=KV_FORMATS,
-        default="auto",
-        metavar="FORMAT",
-        help=f"how keys and values are kept: {', '.join(KV_FORMATS)} (default: auto, 16 bits, or as float32 weights)",
-    )
-    add(
-        "--max-seq-len",
-        type=_number(2, 2**31),
-        metavar="N",
-        help="most tokens of a conversation (default: the model's own limit, as far as the KV budget holds it)",
-    )
-    add(
-        "--kv-budget",
-        type=_size,
-        metavar="SIZE",
-        help="most memory for the KV cache, such as 2GiB or 500MB (default: 85%% of a card's free memory, 25%% of RAM)",
-    )
-    add(
-        "--block-size",
-        type=_number(1, 1024),
-        default=16,
-        metavar="N",
-        help="tokens in a block of the KV cache (default: 16)",
-    )
-    add(
-        "--chat-template",
-        metavar="NAME",
-        help="how messages become a prompt: chatml, llama-2, llama-3, mistral, zephyr or plain "
-        "(default: the model's own, or the one that its role markers fit)",
-    )
-    add(
-        "--window",
-        type=_number(1, 2**31),
-        metavar="N",
-        help="most tokens that a layer looks back, so that memory stays the same however long a chat gets "
-        "(default: as the model says)",
-    )
-    add(
-        "--sinks",
-        type=_number(0, 2**31),
-        default=0,
-        metavar="N",
-        help="first tokens that a window keeps, such as 4: the chat may then outgrow the model's context (default: 0)",
-    )
-    add(
-        "--share-layers",
-        type=_number(1, 64),
-        default=1,
-        metavar="N",
-        help="let N neighbouring layers use one store of keys and values, as an experiment (default: 1)",
-    )
-    add(
-        "--speculation",
-        choices=SPECULATION,
-        default="auto",
-        help="guess tokens from the text so far and run them ahead; replies stay the same "
-        "(default: auto, where it is measured to pay)",
-    )
-    add(
-        "--snapshot-limit",
-        type=_size_or_none,
-        metavar="SIZE",
-        help="most disk space for what keeps the chats' caches over a restart, 0 to keep none "
-        "(default: 25%% of what is free, at most 8GiB)",
-    )
-    add(
-        "--ram-limit",
-        type=_size_or_none,
-        metavar="SIZE",
-        help="most RAM for caches of idle chats that a card has no room for, 0 for none (default: 25%% of RAM)",
-    )
-    add(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"where chats and models are kept (default: $KVSCOPE_DATA, or {default_data_dir()})".replace("%", "%%"),
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others need --api-key")
-    add("--port", type=_number(0, 65535), default=7860, help="port to listen on, 0 for any (default: 7860)")
-    add("--api-key", metavar="KEY", help="key that page and API ask for (default: $KVSCOPE_API_KEY, or none)")
-    add("--no-browser", action="store_true", help="do not open the page (default: open it when the model is ready)")
-    add(
-        "--allow-fault-injection",
-        action="store_true",
-        help="let POST /api/debug/inject damage a session's cache on purpose (default: off)",
-    )
-    add(
-        "--freeze",
-        type=Path,
-        metavar="FILE",
-        help="compute ahead what chats with this text as system prompt begin with, keep it, and exit (default: off)",
-    )
-    add("--plan", action="store_true", help="print what memory the model needs, and exit (default: off)")
-    return parser
-
-
-def _number(low: int, high: int) -> Any:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
-        return int(text)
-
-    return convert
-
-
-def _size(text: str) -> int:
-    """Bytes of "2GiB", "500 MB", "1.5g" or "1048576"."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*)", text.strip().lower())
-    unit = match[2].removesuffix("b") if match and match[2] == "b" else match[2] if match else ""
-    if match is None or unit not in UNITS or float(match[1]) * UNITS[unit] < 1:
-        raise argparse.ArgumentTypeError(f"must be a size such as 2GiB or 500MB, not {text!r}")
-    return int(float(match[1]) * UNITS[unit])
-
-
-def _size_or_none(text: str) -> int:
-    """As `_size`; "0" is allowed."""
-    return 0 if text.strip() == "0" else _size(text)
 
 
 def default_data_dir() -> Path:
@@ -217,7 +68,7 @@ def main() -> int:
     on_signals(end_cleanly)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        options = make_parser().parse_args()
+        options = make_parser(default_data_dir()).parse_args()
         check_options(options)
         config = engine_config(options)
         check_window(config)
@@ -233,23 +84,6 @@ def main() -> int:
     except (KVScopeError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def on_signals(handler: Callable[..., object]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-
-
-def end_cleanly(*_: object) -> NoReturn:
-    """What is being fetched is put away; who asks again does not wait for that."""
-    signal.signal(signal.SIGINT, end_at_once)
-    sys.exit(0)
-
-
-def end_at_once(*_: object) -> NoReturn:
-    """What is on disk stays whole, as after a crash."""
-    os.write(2, b"Interrupted again: KVScope ends at once, and what was not yet stored is lost.\n")
-    os._exit(130)
 
 
 def freeze(path: Path, config: EngineConfig) -> str:
@@ -311,82 +145,6 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     on_signals(lambda *_: None)
     server.run(sockets=[opened])
     finish(start, chat)
-
-
-class Start:
-    """Waits beside the server until the first chat could be sent, and says so; or ends the server if the load fails."""
-
-    def __init__(self, server: uvicorn.Server, engine: LocalEngine, url: str, open_browser: bool) -> None:
-        self._server, self._engine, self._url, self._open_browser = server, engine, url, open_browser
-        self.failure: str | None = None
-
-    def begin(self) -> None:
-        threading.Thread(target=self._wait, name="kvscope-start", daemon=True).start()
-
-    def _wait(self) -> None:
-        try:
-            self._engine.wait_ready()
-        except KVScopeError as error:
-            self.failure = str(error)
-        except BaseException as error:
-            self.failure = f"The model could not be loaded: {type(error).__name__}."
-            logging.getLogger("kvscope").warning("loading failed", exc_info=error)
-        if self.failure is not None:
-            self._server.should_exit = True
-            return
-        while not self._server.started and not self._server.should_exit:
-            time.sleep(0.02)
-        if self._server.should_exit:
-            return
-        known = self._engine.capabilities()
-        gc.freeze()
-        gc.enable()
-        print(f"KVScope ready: {self._url} (model {known['model']}, device {known['device']})", flush=True)
-        # Without a desktop, the browser would be one that takes over the terminal.
-        if self._open_browser and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
-            import webbrowser
-
-            webbrowser.open(self._url)
-
-
-def end_replies_first(server: uvicorn.Server, chat: ChatService) -> None:
-    """When the server is told to stop, running replies end first: then all streams end by themselves, complete."""
-    shutdown = server.shutdown
-
-    def end_replies() -> None:
-        chat.close()
-        # A load can't be interrupted, so nobody waits for it.
-        if chat.engine.status() != "loading":
-            chat.engine.close()
-
-    async def end_then_shutdown(sockets: Any = None) -> None:
-        await asyncio.to_thread(end_replies)
-        await shutdown(sockets)
-
-    server.shutdown = end_then_shutdown  # type: ignore[method-assign]
-
-
-def end_at_once_when_asked_again(server: uvicorn.Server) -> None:
-    """A second SIGINT does not wait for what the first one began."""
-    handle_exit = server.handle_exit
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if server.should_exit and number == signal.SIGINT:
-            end_at_once()
-        handle_exit(number, frame)
-
-    server.handle_exit = handle  # type: ignore[method-assign]
-
-
-def finish(start: Start, chat: ChatService) -> NoReturn:
-    """Everything is stored: leave at once. Taking torch and the page's modules apart would take seconds."""
-    if start.failure is not None:
-        print(start.failure, file=sys.stderr)
-    chat.store.close()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0 if start.failure is None else 2)
 
 
 if __name__ == "__main__":

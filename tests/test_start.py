@@ -1,9 +1,9 @@
-"""What `app.Start` does beside printing where the page is."""
+"""What `Start` does beside printing where the page is."""
 
 import gc
 from types import SimpleNamespace
 
-from app import Start
+from ui.lifecycle import Start
 
 
 def test_garbage_is_collected_once_the_app_is_ready(capsys):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app import Parser, default_data_dir
+from app import default_data_dir
 from benchmarks.common import print_json, print_table
 from benchmarks.replay.files import BadFile, RecordedSession, differences, read_session
 from benchmarks.replay.load import arrivals, play, report
@@ -24,6 +24,7 @@ from engine.config import DEVICES, DTYPES, EngineConfig
 from engine.errors import ConfigError, KVScopeError
 from engine.loader import EngineParts, load_parts
 from engine.local import LocalEngine
+from ui.arguments import Parser
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ from sessions.store import SessionStore
 from tests.support.fake_engine import wait_until
 from tests.support.tiny_models import save_gguf, save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import CHATML, byte_level
+from ui.arguments import make_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +95,7 @@ def test_bad_arguments_end_the_process(tmp_path):
 
 
 def test_damage_is_allowed_by_its_argument_alone():
-    parser = app.make_parser()
+    parser = make_parser(app.default_data_dir())
     for arguments, allowed in (([], False), (["--allow-fault-injection"], True)):
         options = parser.parse_args(arguments)
         app.check_options(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi.testclient import TestClient
 
-from app import engine_config, make_parser
+from app import default_data_dir, engine_config
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.local import LocalEngine
@@ -15,6 +15,7 @@ from tests.support import tiny_tokenizer as tiny
 from tests.support.chats import GREEDY, finished, tiny_chat
 from tests.support.tiny_models import save_safetensors, tiny_model
 from ui.api.routes import build_api
+from ui.arguments import make_parser
 
 
 def test_the_fallback_is_named_and_a_reply_ends_at_its_marker(tmp_path):
@@ -67,7 +68,7 @@ def test_the_command_line_picks_one_too(tmp_path):
     tokenizer = tiny.byte_level(template=tiny.CHATML, eos_token="<|im_end|>")
     folder = save_safetensors(tiny_model("llama", vocab_size=len(tokenizer)), tmp_path / "tiny")
     tokenizer.save_pretrained(folder)
-    options = make_parser().parse_args(
+    options = make_parser(default_data_dir()).parse_args(
         ["--model", str(folder), "--chat-template", "zephyr", "--data-dir", str(tmp_path)]
     )
     engine = LocalEngine(engine_config(options))
