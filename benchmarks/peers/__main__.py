@@ -5,7 +5,8 @@
 
 Each engine is a process of its own that waits while another works. Ours guesses no tokens ahead here
 (`benchmarks.speculation` has that). Figures are medians over rounds, with their spread; "ahead" is ours over the
-peer's, or the peer's time over ours.
+peer's, or the peer's time over ours. "native llama.cpp" is measured where it is asked for, after
+`pip install llama-cpp-python`, which compiles it (several minutes, with a C++ compiler and CMake).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from benchmarks.peers.quality import compare
 from engine.weights.catalog import resolve
 
 TASKS = ("contexts", "chat", "switching", "together", "restart", "quality")
+SKIPPED = {"generate": {"switching"}, "native llama.cpp": {"switching", "together", "restart"}}
+"""What an engine has no answer to: one keeps nothing to switch to, the other holds one session."""
 Samples = dict[str, dict[str, list[float]]]  # figure -> engine -> values
 
 
@@ -35,7 +38,7 @@ class Bench:
 
     def measure(self, task: str, rounds: int) -> None:
         """The first round warms up and is left out, except where a round takes long and starts cold anyway."""
-        names = [name for name in self._names if (task, name) != ("switching", "generate")]  # which switches nothing
+        names = [name for name in self._names if task not in SKIPPED.get(name, ())]
         children = {name: self._open(task, name) for name in names}
         warm_up = 0 if task in ("chat", "switching", "restart") else 1
         for number in range(rounds + warm_up):
@@ -104,7 +107,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help="where the model lies or is put")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--peers", nargs="+", choices=NAMES[1:], default=list(NAMES[1:]))
+    parser.add_argument("--peers", nargs="+", choices=NAMES[1:], default=list(NAMES[1:3]))
     parser.add_argument("--quality-tokens", type=int, default=2000)
     arguments = parser.parse_args()
     model = resolve(arguments.model, arguments.data_dir).path
