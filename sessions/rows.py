@@ -1,4 +1,4 @@
-"""Between table rows and the stored types."""
+"""Between table rows and the stored types, and the columns they are written to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlite_utils import Database
@@ -180,3 +181,13 @@ def turn_lengths(db: Database, limit: int) -> list[int]:
     )
     sql = f"SELECT {prompt} + {generated} FROM turns WHERE {sound} ORDER BY seq DESC LIMIT ?"
     return [row[0] for row in db.execute(sql, [limit]).fetchall()]
+
+
+def update(db: Database, table: str, item_id: str, values: Mapping[str, Any]) -> None:
+    if values:
+        columns = ", ".join(f"{name} = ?" for name in values)
+        db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", [*values.values(), item_id])
+
+
+def utc(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="microseconds")

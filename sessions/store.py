@@ -6,14 +6,14 @@ import builtins
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 from sqlite_utils import Database
 
-from sessions import checks, export, rows, search, tree
+from sessions import checks, export, rows, search, tree, whole
 from sessions.database import SessionDatabase
 from sessions.errors import InvalidData, NotStored, StoreError
 from sessions.models import (
@@ -22,14 +22,11 @@ from sessions.models import (
     INTERRUPTED,
     PARTIAL,
     Branch,
-    Measure,
     Message,
     Session,
     SessionSummary,
-    TokenMeasures,
-    TurnInput,
-    TurnRecord,
 )
+from sessions.turn_store import TurnStore
 
 __all__ = ["UNCHANGED", "InvalidData", "NotStored", "SessionStore", "StoreError"]
 
@@ -48,7 +45,7 @@ def _local_now() -> datetime:
     return datetime.now().astimezone()
 
 
-class SessionStore:
+class SessionStore(TurnStore):
     """Sessions, their message trees and the numbers of their turns in the SQLite file at `path`.
 
     One process at a time: a second one gets a `StoreError`. `clock` gives the local time with its offset.
@@ -85,8 +82,8 @@ class SessionStore:
             params=checks.parse_json(checks.check_json("params", params or {})),
             head_id=None,
             first_kept_id=None,
-            created_at=_utc(now),
-            updated_at=_utc(now),
+            created_at=rows.utc(now),
+            updated_at=rows.utc(now),
             prompt_date=now.isoformat(),
         )
         with self._database.write() as db:
@@ -121,13 +118,13 @@ class SessionStore:
         if params is not UNCHANGED:
             values["params"] = checks.check_json("params", params)
         if values:
-            values["updated_at"] = _utc(self._clock())
+            values["updated_at"] = rows.utc(self._clock())
         with self._database.write() as db:
             tree.find_session(db, session_id)
             for name, link in (("head_id", head_id), ("first_kept_id", first_kept_id)):
                 if link is not UNCHANGED:
                     values[name] = None if link is None else tree.find_message(db, link, session_id).id
-            _update(db, "sessions", session_id, values)
+            rows.update(db, "sessions", session_id, values)
             return tree.find_session(db, session_id)
 
     def delete(self, session_id: str) -> None:
@@ -170,7 +167,7 @@ class SessionStore:
         model: str | None = None,
     ) -> Message:
         """Append below `parent_id` (None: a first message) and make the new message the head."""
-        now = _utc(self._clock())
+        now = rows.utc(self._clock())
         message = Message(
             id=str(uuid.uuid4()),
             session_id=session_id,
@@ -190,7 +187,7 @@ class SessionStore:
             if parent_id is not None:
                 tree.find_message(db, parent_id, session_id)
             rows.insert_messages(db, [message])
-            _update(db, "sessions", session_id, {"head_id": message.id, "updated_at": now})
+            rows.update(db, "sessions", session_id, {"head_id": message.id, "updated_at": now})
         return message
 
     def update_message(
@@ -217,9 +214,9 @@ class SessionStore:
             values["error"] = checks.check_optional_text("The error", error)
         with self._database.write() as db:
             message = tree.find_message(db, message_id)
-            _update(db, "messages", message_id, values)
+            rows.update(db, "messages", message_id, values)
             if values.get("status", PARTIAL) != PARTIAL:
-                _update(db, "sessions", message.session_id, {"updated_at": _utc(self._clock())})
+                rows.update(db, "sessions", message.session_id, {"updated_at": rows.utc(self._clock())})
 
     def set_head(self, session_id: str, message_id: str | None) -> None:
         """Make the branch that ends at a message the current one; None shows an empty chat."""
@@ -234,12 +231,12 @@ class SessionStore:
         with self._database.write() as db:
             message = tree.find_message(db, message_id)
             session = tree.find_session(db, message.session_id)
-            values: dict[str, Any] = {"updated_at": _utc(self._clock())}
+            values: dict[str, Any] = {"updated_at": rows.utc(self._clock())}
             if session.head_id in tree.subtree_ids(db, message_id):
                 others = [other for other in tree.sibling_ids(db, message) if other != message_id]
                 values["head_id"] = tree.newest_leaf(db, others[-1]) if others else message.parent_id
             tree.delete_subtree(db, message_id)
-            _update(db, "sessions", session.id, values)
+            rows.update(db, "sessions", session.id, values)
 
     def copy_branch(self, session_id: str, upto_message_id: str | None = None, title: str | None = None) -> Session:
         """A new session with copies of the messages from the first to `upto_message_id` (None: the head).
@@ -247,7 +244,7 @@ class SessionStore:
         Settings, system prompt and prompt date are kept, so its prompt starts with the same tokens. A reply that is
         still streaming is copied as far as it is stored, as INTERRUPTED. Turn numbers stay with the original.
         """
-        now = _utc(self._clock())
+        now = rows.utc(self._clock())
         with self._database.write() as db:
             source = tree.find_session(db, session_id)
             last = source.head_id
@@ -258,64 +255,8 @@ class SessionStore:
             name = checks.check_title(title) if title is not None else _fork_title(source.title)
             original = replace(source, title=name, head_id=last, first_kept_id=kept, created_at=now, updated_at=now)
             fork = export.with_new_ids(export.SessionTree(original, tuple(map(_interrupted, path)), ()))
-            _insert_tree(db, fork)
+            whole.insert(db, fork)
         return fork.session
-
-    # Turns
-
-    def add_turn(self, session_id: str, message_id: str, model: str, stats: Mapping[str, Any]) -> TurnRecord:
-        """Keep the numbers of a finished reply; `stats` is the `kvscope` object of the HTTP contract."""
-        turn = TurnRecord(
-            id=str(uuid.uuid4()),
-            session_id=session_id,
-            message_id=message_id,
-            model=checks.check_text("The model's name", model, checks.MAX_LABEL),
-            stats=checks.parse_json(checks.check_json("stats", stats)),
-            created_at=_utc(self._clock()),
-        )
-        with self._database.write() as db:
-            tree.find_session(db, session_id)
-            tree.find_message(db, message_id, session_id)
-            rows.insert_turns(db, [turn])
-        return turn
-
-    def turns(self, session_id: str) -> builtins.list[TurnRecord]:
-        """The numbers of all replies of a session, on every branch, oldest first."""
-        with self._database.read() as db:
-            tree.find_session(db, session_id)
-            return list(_turns(db, session_id))
-
-    def turn_lengths(self, limit: int = 10_000) -> builtins.list[int]:
-        """Prompt and reply tokens of the newest turns of all sessions; turns without sound numbers are left out."""
-        with self._database.read() as db:
-            return rows.turn_lengths(db, limit)
-
-    # What was measured of a reply's tokens
-
-    def save_measures(self, message_id: str, kv_format: str, measures: Sequence[Measure]) -> None:
-        """Keep what was measured of a reply's first tokens, in place of what was there; it goes with the message."""
-        kv_format = checks.check_text("The KV format", kv_format, checks.MAX_LABEL)
-        packed = rows.pack_measures(measures[: checks.MAX_TOKENS])
-        with self._database.write() as db:
-            tree.find_message(db, message_id)
-            db.execute("INSERT OR REPLACE INTO token_measures VALUES (?, ?, ?)", [message_id, kv_format, packed])
-
-    def measures(self, message_id: str) -> TokenMeasures | None:
-        """What is kept of a reply's first tokens; None if nothing is."""
-        with self._database.read() as db:
-            tree.find_message(db, message_id)
-            sql = "SELECT kv_format, data FROM token_measures WHERE message_id = ?"
-            found = db.execute(sql, [message_id]).fetchone()
-            return None if found is None else TokenMeasures(found[0], rows.unpack_measures(found[1]))
-
-    # What replies were made from
-
-    def save_input(self, item: TurnInput) -> None:
-        """Keep what a reply was made from, in place of what was there; it goes with the message."""
-        checks.check_token_ids("prompt_ids", item.prompt_ids)
-        with self._database.write() as db:
-            tree.find_message(db, item.message_id)
-            rows.insert_inputs(db, [item])
 
     # Export and import
 
@@ -325,7 +266,7 @@ class SessionStore:
             session = tree.find_session(db, session_id)
             sql = "SELECT * FROM messages WHERE session_id = ? ORDER BY seq"
             messages = tuple(rows.message_from(row) for row in list(db.query(sql, [session_id])))
-            turns, inputs = _turns(db, session_id), _inputs(db, session_id)
+            turns, inputs = whole.turns(db, session_id), whole.inputs(db, session_id)
         return export.to_json(export.SessionTree(session, messages, turns, inputs))
 
     def export_markdown(self, session_id: str) -> str:
@@ -338,9 +279,9 @@ class SessionStore:
         """Store an export. Ids are kept, or all made new if any of them is stored here already."""
         imported = export.from_json(data)
         with self._database.write() as db:
-            if _any_stored(db, imported):
+            if whole.any_stored(db, imported):
                 imported = export.with_new_ids(imported)
-            _insert_tree(db, imported)
+            whole.insert(db, imported)
         return imported.session
 
     def _recover(self) -> int:
@@ -348,10 +289,6 @@ class SessionStore:
         with self._database.write() as db:
             sql = "UPDATE messages SET status = ?, finish_reason = ? WHERE status = 'partial'"
             return db.execute(sql, [COMPLETE, INTERRUPTED]).rowcount
-
-
-def _utc(moment: datetime) -> str:
-    return moment.astimezone(UTC).isoformat(timespec="microseconds")
 
 
 def _fork_title(title: str) -> str:
@@ -364,37 +301,3 @@ def _interrupted(message: Message) -> Message:
 
 def _branch(db: Database, session: Session) -> Branch:
     return Branch(()) if session.head_id is None else tree.branch_to(db, session.id, session.head_id)
-
-
-def _turns(db: Database, session_id: str) -> tuple[TurnRecord, ...]:
-    sql = "SELECT * FROM turns WHERE session_id = ? ORDER BY seq"
-    return tuple(rows.turn_from(row) for row in list(db.query(sql, [session_id])))
-
-
-def _inputs(db: Database, session_id: str) -> tuple[TurnInput, ...]:
-    sql = "SELECT i.* FROM turn_inputs i JOIN messages m ON m.id = i.message_id WHERE m.session_id = ? ORDER BY m.seq"
-    return tuple(rows.input_from(row) for row in list(db.query(sql, [session_id])))
-
-
-def _update(db: Database, table: str, item_id: str, values: Mapping[str, Any]) -> None:
-    if values:
-        columns = ", ".join(f"{name} = ?" for name in values)
-        db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", [*values.values(), item_id])
-
-
-def _insert_tree(db: Database, new: export.SessionTree) -> None:
-    session = new.session
-    rows.insert_session(db, session)
-    rows.insert_messages(db, new.messages)
-    rows.insert_turns(db, new.turns)
-    rows.insert_inputs(db, new.inputs)
-    _update(db, "sessions", session.id, {"head_id": session.head_id, "first_kept_id": session.first_kept_id})
-
-
-def _any_stored(db: Database, new: export.SessionTree) -> bool:
-    wanted = (("sessions", (new.session,)), ("messages", new.messages), ("turns", new.turns))
-    for table, items in wanted:
-        for item in items:
-            if db.execute(f"SELECT 1 FROM {table} WHERE id = ?", [item.id]).fetchone():
-                return True
-    return False
