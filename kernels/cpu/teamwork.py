@@ -17,8 +17,9 @@ from kernels.cpu.compile import compiled, yield_processor
 JOBS = 8  # that a mailbox holds; a thread that is further behind gets no more
 JOB_WORDS = 5  # a kernel's address and its arguments but for the thread
 # A mailbox: the thread's number, descriptors of the pipe that wakes it, jobs sent and left, nanoseconds that the last
-# job took and that the thread ran of these, room for two words, then the jobs.
-THREAD, READ_FD, WRITE_FD, SENT, LEFT, WALL_NS, OWN_NS, ROOM = range(8)
+# job took and that the thread ran of these, whether Python waits for it to leave a job, whether it shall end, room for
+# two words, then the jobs.
+THREAD, READ_FD, WRITE_FD, SENT, LEFT, WALL_NS, OWN_NS, AWAITED, ENDS, ROOM = range(10)
 FIRST_JOB = ROOM + 2
 MAILBOX_WORDS = FIRST_JOB + JOBS * JOB_WORDS
 WAKES = os.name == "posix"
@@ -61,10 +62,12 @@ else:
 
 @compiled("void(int64)", from_python=True)
 def take(box: int) -> None:
-    """Wait for a job and do it."""
+    """Wait for a job and do it, or for the end."""
     _sleep(box)
     left, room = ir.word(box, LEFT), box + ROOM * 8
     while ir.load_acquire(box + SENT * 8) == left:
+        if ir.load_acquire(box + ENDS * 8) != 0:
+            return
         yield_processor()
     job = box + (FIRST_JOB + left % JOBS * JOB_WORDS) * 8
     wall, own = _nanoseconds(_WALL, room), _nanoseconds(_OWN, room)
@@ -76,8 +79,9 @@ def take(box: int) -> None:
 
 @compiled("void(int64)", from_python=True)
 def serve(box: int) -> None:
-    """A thread's life."""
-    while True:
+    """A thread's life, but for what it does in Python when it is awaited there after a job, or ends."""
+    take(box)
+    while ir.load_acquire(box + AWAITED * 8) == 0 and ir.load_acquire(box + ENDS * 8) == 0:
         take(box)
 
 
