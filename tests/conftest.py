@@ -42,6 +42,9 @@ LONGEST = (
 
 def pytest_configure() -> None:
     """Compile the CPU kernels before there are several processes, each of which would; the apps of tests too."""
+    # What tests ask of a server of their own goes past any proxy that the machine has.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     if not kept.is_complete():
         cpu_kernels()
 

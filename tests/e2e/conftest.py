@@ -17,6 +17,8 @@ from tests.support.chat_page import Visitor
 
 CHROMIUMS = ("chromium-headless-shell", "chromium", "chromium-browser")
 BROWSERS = (*CHROMIUMS, "google-chrome", "google-chrome-stable", "chrome")
+# A container may give shared memory too little room for a page's pictures; files in the temporary folder do as well.
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 CONTEXT = 1024
 """Tokens of a conversation here: long chats reach their limit quickly."""
 
@@ -30,7 +32,7 @@ def browser() -> Iterator[Browser]:
         (pytest.fail if required else pytest.skip)("no Chromium or Chrome on the PATH: install one to test the page")
     with sync_playwright() as playwright:
         try:
-            opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+            opened = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
         except Error as error:
             (pytest.fail if required else pytest.skip)(f"{executable} does not start: {error.message.splitlines()[0]}")
         yield opened

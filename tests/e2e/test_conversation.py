@@ -45,11 +45,14 @@ def test_the_probe_shows_what_the_cache_holds(visitor: Visitor, app: AppProcess)
     tab = visitor.open(app.session(max_tokens=6))
     tab.ask("Hi")
     path = f"/api/sessions/{tab.session()}/cache/probe?count=10&dims=10"
+    seen: list[list[list[str]]] = []
     for tensor, layer, head in (("k", 0, 0), ("k", 7, 2), ("v", 29, 1)):
         for name, value in (("tensor", tensor), ("layer", str(layer)), ("head", str(head))):
             tab.panel.locator(f"select[data-name={name}]").select_option(value)
         wanted = app.request("GET", f"{path}&tensor={tensor}&layer={layer}&head={head}")["positions"]
         values = [[f"{value:.3f}" for value in row["values"]] for row in wanted]
+        assert [len(row) for row in values] == [10] * 10 and values not in seen, "what is shown must tell them apart"
+        seen.append(values)
         rows = tab.panel.locator(".probe tbody tr:not(.gap)")
         wait_for(
             lambda rows=rows, values=values: rows.evaluate_all(READ_PROBE) == values, f"{tensor} {layer} {head}", 15

@@ -12,6 +12,15 @@ from tests.support.chat_page import Visitor
 
 pytestmark = pytest.mark.e2e
 WIDTHS = ((1440, 900), (1000, 800), (390, 844))
+SHADES = """(() => {
+    const style = getComputedStyle(document.querySelector('#kv-right'));
+    const shade = (colour) => {
+        const [red, green, blue, alpha = 1] = colour.match(/[\\d.]+/g).map(Number);
+        return alpha < 1 ? 'nothing' : red + green + blue > 384 ? 'light' : 'dark';
+    };
+    return `${shade(style.color)} on ${shade(style.backgroundColor)}`;
+})()"""
+"""The text's and the background's."""
 
 
 def test_a_whole_session_asks_nothing_of_the_outside(visit: Callable[..., Visitor], app: AppProcess) -> None:
@@ -71,16 +80,17 @@ def test_widths(visit: Callable[..., Visitor], app: AppProcess, width: int, heig
 
 def test_dark_and_light_are_remembered(visitor: Visitor) -> None:
     tab = visitor.open()
-    background = "getComputedStyle(document.querySelector('#kv-right')).backgroundColor"
-    before = tab.page.evaluate(background)
-    tab.page.get_by_role("button", name="Light or dark").click()
-    tab.page.wait_for_function(f"{background} !== {before!r}")
-    after = tab.page.evaluate(background)
-    tab.page.reload()
-    tab.ready()
-    tab.page.wait_for_function(f"{background} === {after!r}")
-    tab.page.get_by_role("button", name="Light or dark").click()
-    tab.page.wait_for_function(f"{background} === {before!r}")
+    toggle = tab.page.get_by_role("button", name="Light or dark")
+    tab.page.wait_for_function(f"{SHADES} === 'dark on light'")
+    for shades in ("light on dark", "dark on light"):
+        toggle.click()
+        tab.page.wait_for_function(f"{SHADES} === '{shades}'")
+        tab.page.reload()
+        tab.ready()
+        tab.page.wait_for_function(f"{SHADES} === '{shades}'")
+        # Gradio sets the system's choice once it has started.
+        tab.page.wait_for_timeout(2000)
+        assert tab.page.evaluate(SHADES) == shades
 
 
 def test_the_panel_can_be_put_away(visitor: Visitor) -> None:

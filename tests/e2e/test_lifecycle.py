@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -36,8 +38,7 @@ def start(folders: Callable[[], Path]) -> Iterator[Callable[..., AppProcess]]:
 def test_start_and_restart_under_an_open_page(start, visit, folders) -> None:
     """The page is there, behind its key, while the model loads. The end of the app stores what was being written; the
     page says so, comes back with the app and goes on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     first: AppProcess = start(folders(), port)
     first.url = f"http://127.0.0.1:{port}"
     visitor: Visitor = visit(first.url)
@@ -73,6 +74,15 @@ def test_start_and_restart_under_an_open_page(start, visit, folders) -> None:
     assert tab.ask("Go on.")
     assert len(second.messages(session)) == 6
     assert len(second.request("GET", "/api/sessions")["sessions"]) == 1
+
+
+def free_port() -> int:
+    """Below those that the system hands out: else a connection of anybody, the waiting page's own included, may get
+    the number while no app has it."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def _open_with_key(page: Page, url: str) -> None:

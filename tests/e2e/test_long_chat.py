@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.support.app_process import AppProcess
 from tests.support.chat_page import ChatPage, Visitor
@@ -90,11 +91,19 @@ def test_typing_is_not_held_up(visitor: Visitor, app: AppProcess, long_chat: str
     assert tab.box.input_value() == "x" * TYPED
 
 
-def test_a_long_chat_stays_at_its_end_and_lets_go(visitor: Visitor, long_chat: str) -> None:
+def test_a_long_chat_stays_at_its_end_and_lets_go(visitor: Visitor, app: AppProcess, long_chat: str) -> None:
     tab = visitor.open(long_chat)
+    to_end = tab.page.get_by_role("button", name="To the newest message")
     tab.page.wait_for_function(f"{REST} < 80")
+    app.say(long_chat, "Go on.")
+    tab.idle(MESSAGES + 2)
+    tab.page.wait_for_function(f"{REST} < 80")
+    expect(to_end).to_be_hidden()
     tab.page.locator("#kv-chat .log").hover()
     tab.page.mouse.wheel(0, -3000)
     tab.page.wait_for_function(f"{REST} > 1000")
-    tab.page.get_by_role("button", name="To the newest message").click()
+    app.say(long_chat, "Go on.")
+    tab.idle(MESSAGES + 4)
+    assert tab.page.evaluate(REST) > 1000, "who reads further up is not taken to the end"
+    to_end.click()
     tab.page.wait_for_function(f"{REST} < 80")

@@ -206,5 +206,7 @@ def test_a_replay_does_not_wait(repeats: int, steady: tuple[Decoding, Tensor, At
     try:
         for _ in range(repeats):
             decoding.graphs.run(ids, meta)
+        with pytest.raises(RuntimeError):
+            ids.tolist()  # a host that waits would be seen
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions.models import PARTIAL, SessionSummary
-from sessions.search import snippet
+from sessions.search import MAX_QUERY, snippet
 from sessions.store import SessionStore
 from tests.support.session_store import check_integrity
 
@@ -156,7 +156,15 @@ def test_snippets_show_the_hit_on_one_line() -> None:
     ],
 )
 def test_search_syntax_is_only_text(shared: SessionStore, query: str) -> None:
-    shared.list(query)
+    """Found where its words are written and nowhere else; without a word it is no search."""
+    words = storable(query)[:MAX_QUERY].split()
+    written, other = shared.create(), shared.create()
+    shared.add_message(written.id, None, "user", " and ".join(words))
+    shared.add_message(other.id, None, "user", "63,7")
+    found = {item.id for item in shared.list(query, limit=10**6)}
+    assert written.id in found and (other.id in found) == (not words)
+    for session in (written, other):
+        shared.delete(session.id)
 
 
 @settings(max_examples=150)
