@@ -39,12 +39,12 @@ def names(trace: dict[str, Any], thread: int | None = None) -> list[str]:
 
 
 def assert_nested(trace: dict[str, Any]) -> None:
-    """Events are what the Trace Event Format asks for, and those of a thread lie wholly inside each other or beside each
-    other, as viewers of the format demand.
+    """Events are what the Trace Event Format asks for, and those of a thread lie inside or beside each other.
 
     Perfetto reads a time as `int(1000 * us)`, which only whole numbers stand; Chrome's Performance panel skips time 0.
     """
-    named = {(event["name"], event["tid"]): event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    named = {(event["name"], event["tid"]): event["args"]["name"] for event in metadata}
     assert named == {("process_name", 1): "KVScope", ("thread_name", 1): "caller", ("thread_name", 2): "engine"}
     for event in trace["traceEvents"]:
         assert event["ph"] in "MX" and event["pid"] == 1 and event["tid"] in (1, 2) and event["name"]

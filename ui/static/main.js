@@ -113,7 +113,10 @@ class Page {
     if (answer.turn) this.panel.follow(answer.turn);
     if (answer.running !== this.running) this.runs(answer.running);
     this.composer.status(answer.turn);
-    if (answer.branch || !this.running) this.debug.refresh();
+    if (answer.branch || !this.running) {
+      this.debug.refresh();
+      this.settings.prices.refresh();
+    }
     if (this.app.status !== "ok") return 500;
     if (this.running) return RUNNING_MS;
     return this.panel.waiting() || this.debug.visible() && !this.panel.fresh ? 150 : IDLE_MS;
