@@ -205,9 +205,7 @@ def _checked_model(chat: ChatService, body: dict[str, Any], models_on_disk: Mode
     raise ModelUnknown(f"There is no model {wanted[:100]!r}; {loaded} is loaded.")
 
 
-def render_stateless(
-    chat: ChatService, messages: list[ChatMessage], strip_thoughts: bool = False
-) -> tuple[int, ...]:
+def render_stateless(chat: ChatService, messages: list[ChatMessage], strip_thoughts: bool = False) -> tuple[int, ...]:
     """Ids of a conversation that belongs to no session. A template may show the day, but no time: the cache's sake."""
     today = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     continued = messages[-1].role == "assistant"
