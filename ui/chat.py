@@ -179,7 +179,9 @@ class ChatService:
         if unknown:
             raise InvalidRequest(f"A session has no setting named {sorted(unknown)[0]!r}.")
         if "params" in changes:
-            parse_params(changes["params"])
+            wanted = parse_params(changes["params"])
+            if wanted.strip_thoughts != bool(session.params.get("strip_thoughts")):
+                self._turns.note(session_id, "thoughts")
         if changes.get("system_prompt", session.system_prompt) != session.system_prompt:
             check_length(changes["system_prompt"])
             self._turns.note(session_id, "system_prompt")
@@ -217,7 +219,7 @@ class ChatService:
         """
         session = self._lookup.session(reply.session_id)
         path = self._lookup.path_to(reply.session_id, reply.parent_id)
-        return self._planner.plan(session, path, parse_params(_max_tokens(reply.params)), None).fitted.prompt.token_ids
+        return self._planner.plan(session, path, parse_params(_shaping(reply.params)), None).fitted.prompt.token_ids
 
     def _name_after(self, session: Session, content: str) -> None:
         """An unnamed session takes the beginning of its first message as its title."""
@@ -226,10 +228,11 @@ class ChatService:
             self.store.update(session.id, title=title)
 
 
-def _max_tokens(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The one setting that a prompt's length depends on: how much room the reply was given."""
-    value = params.get("max_tokens")
-    return {"max_tokens": value} if type(value) is int and value > 0 else {}
+def _shaping(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a prompt depends on: how much room the reply was given, and whether it had earlier thoughts."""
+    room, strip = params.get("max_tokens"), params.get("strip_thoughts")
+    found: dict[str, Any] = {"max_tokens": room} if type(room) is int and room > 0 else {}
+    return found | ({"strip_thoughts": strip} if isinstance(strip, bool) else {})
 
 
 def _split_system(messages: Sequence[ChatMessage]) -> tuple[str | None, list[ChatMessage]]:

@@ -131,7 +131,7 @@ def _settings() -> None:
     defaults = SamplingParams()
     with gr.Column(elem_id="kv-settings", min_width=0):
         hint = "What the model should know or be in this chat"
-        controls: list[gr.Textbox | gr.Slider | gr.Dropdown] = [
+        controls: list[gr.Textbox | gr.Slider | gr.Dropdown | gr.Checkbox] = [
             gr.Textbox(label="System prompt", lines=4, max_lines=14, placeholder=hint, elem_id="kv-system_prompt")
         ]
         for name, label, low, high, step, info in SLIDERS:
@@ -149,6 +149,11 @@ def _settings() -> None:
                 label="KV cache format",
                 info="Another one computes the chat anew",
                 elem_id="kv-kv_format",
+            ),
+            gr.Checkbox(
+                label="Leave out earlier thoughts",
+                info="What replies wrote in <think> marks is not sent again",
+                elem_id="kv-strip_thoughts",
             ),
         ]
         _drawn("frozen", "kv-frozen")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.local import LocalEngine
 from sessions.models import Session, TurnRecord
 from sessions.store import SessionStore
+from ui.api.params import parse_params
 from ui.checks import check_content
 from ui.lookup import Lookup
 from ui.prompt_plan import PromptPlanner
 
-ACTIONS = ("send", "edit", "regenerate", "undo", "fork", "kv_format")
+ACTIONS = ("send", "edit", "regenerate", "undo", "fork", "kv_format", "strip_thoughts", "keep_thoughts")
+UNASKED = ("undo", "fork", "strip_thoughts", "keep_thoughts")
+"""Acts that ask the model nothing: what they cost comes with the next message."""
 MEASURED_TURNS = 10
 KEPT_MISSES = 50
 
@@ -48,8 +51,8 @@ class Prices:
     ) -> dict[str, Any]:
         """What an act would have to compute if it were done now, and how long that takes; nothing is changed.
 
-        An edit is priced with the text it brings (default: the old one), an undo and a fork by what the next prompt
-        finds. Raises `InvalidRequest`, `NotFound` and `ContextOverflow` as the act itself would.
+        An edit is priced with the text it brings (default: the old one); an undo, a fork and a setting by what the next
+        prompt finds. Raises `InvalidRequest`, `NotFound` and `ContextOverflow` as the act itself would.
         """
         session = self._lookup.session(session_id)
         turns = self._store.turns(session_id)
@@ -60,7 +63,7 @@ class Prices:
             return price(action, len(self._planner.history(session, branch)), 0, turns)
         ids = self._ids_after(session, action, message_id, content)
         reused = self._engine.cached_prefix(session_id, ids) if ids else 0
-        if action in ("undo", "fork"):  # no prompt yet: its last token counts once there is one
+        if action in UNASKED:  # no prompt yet: its last token counts once there is one
             reused += reused == len(ids) - 1
         return price(action, len(ids), reused, turns)
 
@@ -73,6 +76,9 @@ class Prices:
         if action == "fork":
             path = self._lookup.path_to(session.id, message_id or session.head_id)
             return self._planner.history(session, path)
+        if action in ("strip_thoughts", "keep_thoughts"):
+            params = replace(parse_params(session.params), strip_thoughts=action == "strip_thoughts")
+            return self._planner.history(session, self._store.branch(session.id).messages, params)
         if action == "send":
             check_content(content or "")
             path = self._store.branch(session.id).messages

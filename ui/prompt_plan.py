@@ -15,6 +15,7 @@ from engine.sampling.params import SamplingParams, check_vocabulary
 from sessions.models import Message, Session, TurnInput
 from ui.api.params import parse_params
 from ui.recorder import MadeBy
+from ui.thoughts import without_thoughts
 
 REPLY_SHARE = 4
 """While older turns can still leave the prompt, up to 1 / REPLY_SHARE of the context is kept free for the reply."""
@@ -22,13 +23,14 @@ REPLY_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A prompt that fits, the ids of the messages it was made of (None for the system prompt and unsent text), and when
-    it was rendered."""
+    """A prompt that fits, the ids of the messages it was made of (None for the system prompt and unsent text), when it
+    was rendered, and whether thoughts of earlier replies were left out."""
 
     fitted: FittedPrompt
     message_ids: tuple[str | None, ...]
     params: SamplingParams
     rendered: TimedSpan
+    stripped: bool = False
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -81,6 +83,9 @@ class PromptPlanner:
         if content is not None:
             messages.append(ChatMessage("user", content))
         message_ids += [None] * (len(messages) - len(message_ids))
+        stored = messages
+        if params.strip_thoughts:
+            messages = [without_thoughts(message, self._engine.tokenizer) for message in stored]
         limit = self.context_limit
         reserve = min(params.max_tokens or limit, limit // REPLY_SHARE)
         # None in this list stands for text that is not stored yet, not for a session that has dropped nothing.
@@ -89,14 +94,19 @@ class PromptPlanner:
         date = datetime.fromisoformat(session.prompt_date)
         fitted = fit_prompt(self._engine.tokenizer, messages, date, limit, reserve, first_kept)
         rendered = TimedSpan("render", began, time.perf_counter())
-        return PromptPlan(fitted, tuple(message_ids), params, rendered)
+        return PromptPlan(fitted, tuple(message_ids), params, rendered, stripped=messages != stored)
 
-    def history(self, session: Session, path: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of the branch `path` as its next prompt begins; none where there is nothing that could be rendered."""
+    def history(
+        self, session: Session, path: Sequence[Message], params: SamplingParams | None = None
+    ) -> tuple[int, ...]:
+        """Ids of the branch `path` as its next prompt begins; none where there is nothing that could be rendered.
+
+        `params`: other settings than the session's own.
+        """
         if not path and not session.system_prompt:
             return ()
         try:
-            return self.plan(session, path, None, None).fitted.prompt.token_ids
+            return self.plan(session, path, params, None).fitted.prompt.token_ids
         except KVScopeError:
             return ()
 

@@ -6,15 +6,13 @@ has and what there is, so that a reply costs bytes in proportion to its length.
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from itertools import takewhile
 
 from ui.markdown import render_blocks
+from ui.thoughts import OPEN, split_thinking
 
 Blocks = tuple[str, ...]
-OPEN, CLOSE = "<think>", "</think>"
-LONE_CLOSE = re.compile(r"^</think>", re.MULTILINE)
 
 
 class GrowingMarkdown:
@@ -67,26 +65,6 @@ class GrowingReply:
             else:
                 blocks += rendered
         return tuple(blocks)
-
-
-def split_thinking(text: str) -> list[tuple[bool, bool, str]]:
-    """`(is thinking, is closed, text)` of each part, in order.
-
-    Some templates open the block in the prompt, so that a reply may begin inside it and only close it.
-    """
-    parts: list[tuple[bool, bool, str]] = []
-    rest = text
-    if OPEN not in text and (lone := LONE_CLOSE.search(text)):
-        parts.append((True, True, text[: lone.start()]))
-        rest = text[lone.end() :]
-    while rest.lstrip().startswith(OPEN):
-        inner = rest.lstrip()[len(OPEN) :]
-        thought, mark, rest = inner.partition(CLOSE)
-        parts.append((True, bool(mark), thought.lstrip("\n")))
-    rest = rest.lstrip("\n")
-    if rest.strip():
-        parts.append((False, False, rest))
-    return parts
 
 
 def _folded(blocks: Blocks, closed: bool) -> str:

@@ -111,7 +111,9 @@ class RunningTurns:
         earlier_act = self._causes.pop(session_id, None)
         if last_turn is not None and last_turn.model != self._planner.model_name:
             return "model"
-        return act or earlier_act or ("context_full" if plan.fitted.dropped else None)
+        if act or earlier_act or plan.fitted.dropped:
+            return act or earlier_act or "context_full"
+        return "thoughts" if plan.stripped else None
 
     def _turn_over(self, session_id: str) -> None:
         with self._lock:

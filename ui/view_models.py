@@ -26,6 +26,7 @@ SETTINGS = (
     "seed",
     "stop",
     "kv_format",
+    "strip_thoughts",
 )
 """Sampling settings that the page offers, in the order of its controls."""
 COUNTS = ("cache_pos", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
@@ -128,7 +129,7 @@ def session_part(session: Session) -> dict[str, Any]:
 def settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """The stored settings, filled up with the defaults."""
     defaults = asdict(SamplingParams())
-    values = {name: params.get(name, defaults[name]) for name in SETTINGS}
+    values = {name: defaults[name] if params.get(name) is None else params[name] for name in SETTINGS}
     if values["max_tokens"] is None and params.get("max_completion_tokens") is not None:
         values["max_tokens"] = params["max_completion_tokens"]
     stop = values["stop"] or []

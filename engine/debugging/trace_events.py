@@ -1,7 +1,8 @@
 """The timeline of a session in the Trace Event Format that Perfetto and Chrome read: `traceEvents`, times in µs.
 
 Events of one thread are complete ("X") and lie wholly inside each other, as these viewers want them: turn, phase, step
-and part on the engine's thread, what was done before on the caller's.
+and part on the engine's thread, what was done before on the caller's. Times are whole numbers: Perfetto cuts fractions
+off after it has multiplied them, so that an end of 0.1 µs could come to lie behind that of what is around it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ THREADS = {CALLER: "caller", ENGINE: "engine"}
 CARD_PARTS = ("schedule", "copy", "launch", "device", "detokenise")
 """`PARTS` where the host only launches what a card computes, and then waits for the sampled ids."""
 SHOWN_STATS = ("prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens", "finish_reason", "cache_pos")
+FIRST_US = 1
+"""Where time begins: Chrome's Performance panel takes 0 for no time at all."""
 LEAST_S = 5e-7
 """What is shorter is left out."""
 
@@ -25,10 +28,10 @@ Event = dict[str, Any]
 
 
 def trace_events(session_id: str, turns: Sequence[TurnTrace], on_card: bool = False) -> dict[str, Any]:
-    """The body of `GET /api/sessions/{id}/trace`; time 0 is the beginning of the first turn, `started_at` its wall
-    clock in seconds."""
+    """The body of `GET /api/sessions/{id}/trace`; time `FIRST_US` is the beginning of the first turn, `started_at` the
+    wall clock at time 0, in seconds."""
     now = time.perf_counter()
-    origin = min((_began(turn) for turn in turns), default=now)
+    origin = min((_began(turn) for turn in turns), default=now) - FIRST_US / 1e6
     events = [_named("process_name", "KVScope", CALLER)]
     events += [_named("thread_name", name, thread) for thread, name in THREADS.items()]
     for turn in turns:
@@ -93,7 +96,7 @@ class _Writer:
 
     def _event(self, name: str, start: float, end: float, thread: int, **args: Any) -> Event:
         # Both ends are rounded, not the duration: what lies inside stays inside.
-        first, last = (round(1e6 * (moment - self._origin), 1) for moment in (start, end))
+        first, last = (round(1e6 * (moment - self._origin)) for moment in (start, end))
         event = {"ph": "X", "name": name, "cat": "turn", "pid": PROCESS, "tid": thread}
-        event |= {"ts": first, "dur": round(last - first, 1)}
+        event |= {"ts": first, "dur": last - first}
         return {**event, "args": args} if args else event

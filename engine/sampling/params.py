@@ -23,6 +23,8 @@ class SamplingParams:
     and 0.0 (presence, frequency).
     `kv_format` is how its session's keys and values are kept; None: as the engine keeps them.
     `speculation`: whether tokens are guessed and run ahead; None: as the engine does. It changes no token.
+    `strip_thoughts`: what earlier replies of the conversation wrote in `<think>` marks is left out of the prompt, also
+    where the chat template would keep it.
     """
 
     temperature: float = 0.7
@@ -40,6 +42,7 @@ class SamplingParams:
     top_logprobs: int | None = None
     kv_format: str | None = None
     speculation: str | None = None
+    strip_thoughts: bool = False
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, 100.0)

@@ -248,6 +248,11 @@ class ChatTokenizer:
         head, tail = wanted[:head_end], wanted[ends[last - 1] - start :]
         return [*self._encode_part(head), *reply[first:last], *self._encode_part(tail)], 0
 
+    def part_of_reply(self, reply: tuple[int, ...], text: str) -> tuple[int, ...]:
+        """Ids of a text that stands in a reply: the reply's own as far as they spell it, none for no text."""
+        ids, _ = self._splice(reply, text, Region(0, 0, len(text), verbatim=False))
+        return tuple(ids)
+
     def _encode_part(self, part: bytes) -> list[int]:
         return list(self._vocabulary.encode_literal(part.decode("utf-8", "replace"), at_start=False)[0])
 

@@ -42,6 +42,39 @@ def test_what_was_measured_live_comes_first(client, chat, session_id):
     assert client.get(url).json()["tokens"][0]["measured"] == "replay"
 
 
+def test_certainty_is_what_was_measured_in_so_many_columns(client, chat, session_id):
+    message_id = say(client, session_id)["message"]["id"]
+    ids = chat.store.message(message_id).token_ids
+    url = f"/api/sessions/{session_id}/certainty?message_id={message_id}"
+    chat.store.save_measures(message_id, "fp16", [])
+    assert client.get(url).json()["columns"] == client.get(url).json()["text"] == []
+    measures = [(-0.25, 0, float(i), 1 / (i + 1)) for i in range(len(ids))]
+    chat.store.save_measures(message_id, "fp16", measures)
+    found = client.get(url).json()
+    assert found["total"] == len(ids) and found["columns"] == [[i, i] for i in range(len(ids))]
+    assert found["entropy"] == [float(i) for i in range(len(ids))]
+    assert found["top1"] == [round(1 / (i + 1), 4) for i in range(len(ids))]
+    assert found["text"] == [chat.engine.tokenizer.token_text(i) for i in ids]
+    for columns in range(1, len(ids) + 2):
+        few = client.get(f"{url}&columns={columns}").json()
+        assert len(few["columns"]) == min(columns, len(ids)) and few["columns"][-1][1] == len(ids) - 1
+        sizes = [last - first + 1 for first, last in few["columns"]]
+        assert sum(sizes) == len(ids) and max(sizes) - min(sizes) <= 1
+        weighed = sum(size * mean for size, mean in zip(sizes, few["entropy"], strict=True))
+        assert weighed == pytest.approx(sum(range(len(ids))), abs=1e-3)
+
+
+def test_certainty_is_refused_for_what_is_no_message_of_the_session(client, session_id):
+    message_id = say(client, session_id)["message"]["id"]
+    url = f"/api/sessions/{session_id}/certainty"
+    other = client.post("/api/sessions").json()["id"]
+    assert client.get(f"{url}?message_id={uuid.uuid4()}").status_code == 404
+    assert client.get(f"/api/sessions/{other}/certainty?message_id={message_id}").status_code == 404
+    for query in ("", "?message_id=x", f"?message_id={message_id}&columns=0", f"?message_id={message_id}&columns=513"):
+        answer = client.get(url + query)
+        assert answer.status_code in (400, 422) and answer.json()["error"]["message"], query
+
+
 def test_a_diagnosis_gets_all_that_the_reply_was_made_with(client, chat, engine, session_id):
     params = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2, "max_tokens": 7}
     body = {"content": "Hi", "params": params}

@@ -192,6 +192,7 @@ def test_stop_takes_text_or_a_list(client, engine, stop, stream):
         {"top_p": {}}, {"top_k": 1.5}, {"top_k": -1}, {"min_p": 2}, {"seed": "x"}, {"seed": 1.5}, {"seed": -1},
         {"stop": 5}, {"stop": [5]}, {"stop": [""]}, {"stop": ["a"] * 17}, {"stop": {"a": 1}}, {"logit_bias": []},
         {"logit_bias": {"x": 1}}, {"logit_bias": {"1": "a"}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": None}},
+        {"strip_thoughts": 1}, {"strip_thoughts": "yes"},
         {"logit_bias": {"99999": 1}}, {"ignore_eos": 1}, {"n": 0}, {"n": 9}, {"n": "2"}, {"n": True}, {"n": 1.0},
         {"stream": "yes"}, {"stream": 1}, {"stream_options": []}, {"stream_options": {"include_usage": 1}},
         {"logprobs": 1}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": "3"},
@@ -258,6 +259,18 @@ def test_an_assistant_message_at_the_end_is_continued(client, engine):
     prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids)
     assert prompt.endswith("Once upon")
     assert not body["choices"][0]["message"]["content"].startswith("Once")
+
+
+@pytest.mark.parametrize("strip", [True, False])
+def test_thoughts_of_earlier_replies_are_left_out_where_that_is_asked(client, engine, strip):
+    turns = [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "<think>hm</think>Paris."}]
+    begun = {"role": "assistant", "content": "<think>hm</think>I am"}
+    for last in ({"role": "user", "content": "Sure?"}, begun):
+        messages = [*turns, {"role": "user", "content": "Sure?"}, begun] if last is begun else [*turns, last]
+        answer = client.post("/v1/chat/completions", json={"messages": messages, "strip_thoughts": strip})
+        assert answer.status_code == 200
+        prompt = engine.tokenizer.decode(engine.requests[-1].prompt_ids)
+        assert "Paris." in prompt and prompt.count("<think>") == (0 if strip else 1) + (last is begun)
 
 
 def test_a_developer_message_is_a_system_message(client, engine):

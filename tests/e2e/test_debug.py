@@ -140,6 +140,50 @@ def test_tokens_page_by_page_and_one_of_them(visitor: Visitor, app: AppProcess) 
     assert [float(value) for value in shown.all_inner_texts()] == pytest.approx(read["values"], abs=0.006)
 
 
+def test_how_sure_the_model_was_is_drawn_under_a_reply_that_is_complete(visitor: Visitor, app: AppProcess) -> None:
+    session = app.session(max_tokens=300)
+    tab = visitor.open(session)
+    strips = tab.thread.locator(".certainty .plot")
+    tab.ask("Tell me about the sea.")
+    assert not [url for url in visitor.requests if "/certainty?" in url], "nobody looks at the Debug tab yet"
+    tab.tab("Debug")
+    expect(strips).to_be_visible()
+    told = app.request(
+        "GET", f"/api/sessions/{session}/certainty?message_id={app.messages(session)[1]['id']}&columns=256"
+    )
+    assert (told["total"], len(told["columns"])) == (300, 256)
+    for name in ("sure", "unsure"):
+        assert (strips.locator(f".{name}").get_attribute("d") or "").count("h1") == 256
+    strips.focus()
+    caption = tab.thread.locator(".certainty figcaption")
+    for column in range(3):
+        tab.page.keyboard.press("ArrowRight")
+        first, last = told["columns"][column]
+        expect(caption).to_contain_text(f"token {first} " if first == last else f"tokens {first}–{last}, mean")
+        expect(caption).to_contain_text(f"entropy {told['entropy'][column]:.2f} nats")
+    box = strips.bounding_box()
+    assert box is not None
+    strips.click(position={"x": box["width"] * 0.9, "y": 8})
+    chosen = section(tab, "Tokens").locator(".token[aria-selected=true]")
+    index = told["columns"][int(256 * 0.9)][0]
+    expect(chosen).to_have_attribute("data-index", re.compile(f"^({index - 1}|{index}|{index + 1}|{index + 2})$"))
+    expect(section(tab, "Tokens").locator(".token-detail")).to_be_visible()
+
+    tab.send("And about lakes.")
+    tab.writing()
+    expect(tab.thread.locator(".message.live .certainty")).to_be_hidden()
+    tab.idle(4)
+    expect(strips).to_have_count(2)
+    tab.tab("Cache")
+    expect(strips.first).to_be_hidden()
+    tab.tab("Debug")
+    section(tab, "Tokens").get_by_label("under replies also while the tab is closed").check()
+    tab.tab("Cache")
+    expect(strips.last).to_be_visible()
+    asked_before = [url for url in visitor.requests if "/certainty?" in url]
+    assert len(asked_before) == 2, "once for each reply"
+
+
 def test_misses_are_cards_and_a_hidden_tab_asks_nothing(visitor: Visitor, app: AppProcess) -> None:
     session = app.session(max_tokens=4)
     tab = visitor.open(session)

@@ -43,6 +43,11 @@ class TinyChat:
         self.engine.script.append(self.ids(reply) if isinstance(reply, str) else reply)
         return self.send(session_id, text, SCRIPTED)
 
+    def say_with_own_settings(self, session_id: str, text: str, reply: str) -> TurnView:
+        """The same under the settings that the session has."""
+        self.engine.script.append(self.ids(reply))
+        return finished(self.service.send(session_id, text))
+
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.engine.tokenizer.encode(text))
 

@@ -88,6 +88,50 @@ def test_stripped_thinking_is_told_as_such(tmp_path):
         assert view.stats.miss.cause == "template" and view.stats.miss.detail == THINKING_STRIPPED
 
 
+THOUGHT = "<think>\nThe person asks for a capital, and France has one.\n</think>\n\n"
+
+
+@pytest.fixture
+def thinker(chat: TinyChat) -> str:
+    """A session whose template keeps what its two replies thought."""
+    session = chat.store.create()
+    for question, answer in (("Capital?", "Paris is."), ("Sure?", "Yes, it is.")):
+        chat.say(session.id, question, f"{THOUGHT}{answer}<|im_end|>")
+    assert chat.prompt_text().count("<think>") == 1
+    return str(session.id)
+
+
+def test_leaving_thoughts_out_costs_what_was_told_before(chat, thinker):
+    price_of = chat.service.prices.price
+    keep, strip = price_of(thinker, "keep_thoughts"), price_of(thinker, "strip_thoughts")
+    assert keep["tokens"] == 0 and strip["tokens"] > 0 and strip["seconds"] is not None
+    saved = keep["prompt_tokens"] - strip["prompt_tokens"]
+    assert saved >= 2 * len(chat.ids(THOUGHT.strip()))
+    told = price_of(thinker, "send", content="And Spain?")
+    chat.service.update_session(thinker, {"params": {"strip_thoughts": True}})
+    assert price_of(thinker, "strip_thoughts") == strip
+    view = chat.say_with_own_settings(thinker, "And Spain?", "Madrid.<|im_end|>")
+    assert "<think>" not in chat.prompt_text() and "Paris is." in chat.prompt_text()
+    sent = told["prompt_tokens"] - keep["prompt_tokens"]  # the question's own tokens
+    assert view.stats.computed_tokens == strip["tokens"] + sent
+    assert view.stats.prompt_tokens == told["prompt_tokens"] - saved
+    assert view.stats.miss.cause == "thoughts" and "<think>" in view.stats.miss.text_cached
+    assert price_of(thinker, "keep_thoughts")["tokens"] > 0 == price_of(thinker, "strip_thoughts")["tokens"]
+
+
+def test_an_answer_without_its_thoughts_keeps_the_ids_that_the_model_gave_it(chat, thinker):
+    chat.service.update_session(thinker, {"params": {"strip_thoughts": True}})
+    answer = chat.store.branch(thinker).messages[1]
+    turn = chat.service.send(thinker, "And Spain?")
+    finished(turn)
+    ids, wanted = answer.token_ids, chat.engine.requests[-1].prompt_ids
+    tail = ids[-len(chat.ids("Paris is.")) :]
+    assert tail in [wanted[i : i + len(tail)] for i in range(len(wanted))]
+    chat.assert_cache_is_history(turn)
+    reply = chat.store.branch(thinker).messages[-1]
+    assert reply.params["strip_thoughts"] is True and chat.service.prompt_of(reply) == wanted
+
+
 def record(number: int, **stats: object) -> TurnRecord:
     return TurnRecord(str(number), "s", f"m{number}", "tiny", dict(stats), "now")
 

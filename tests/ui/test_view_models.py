@@ -54,6 +54,8 @@ def test_settings_are_filled_with_defaults():
     assert list(values) == list(view_models.SETTINGS)
     assert (values["temperature"], values["stop"], values["top_p"], values["seed"]) == (0, ["###"], 0.95, None)
     assert view_models.settings({"max_completion_tokens": 5})["max_tokens"] == 5
+    nothing = dict.fromkeys(view_models.SETTINGS)
+    assert view_models.settings(nothing) == view_models.settings({}) and values["strip_thoughts"] is False
 
 
 def test_the_price_of_a_token_adds_up():

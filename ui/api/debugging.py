@@ -1,4 +1,4 @@
-"""Routes of the debugging view: the tokens of a reply, and whose fault a loop is."""
+"""Routes of the debugging view: the tokens of a reply, how sure the model was of them, and whose fault a loop is."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from starlette.responses import Response
 from engine.debugging.protocol import TokenQuery
 from ui.api.bodies import Json, checked_uuid, optional, read_object
 from ui.api.waiting import while_connected
+from ui.certainty import certainty
 from ui.chat import ChatService
 from ui.debugging import Debugging
 
 SHOWN = TokenQuery("", (), ()).count
+COLUMNS = 256
 
 
 def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
@@ -30,6 +32,11 @@ def add_debugging_routes(api: FastAPI, chat: ChatService) -> None:
     ) -> Response:
         session_id, message_id = _ids(session_id, message_id)
         return Json(await asyncio.to_thread(debugging.tokens, session_id, message_id, start, count, alternatives))
+
+    @api.get("/api/sessions/{session_id}/certainty")
+    async def certain(session_id: str, message_id: str, columns: int = COLUMNS) -> Response:
+        session_id, message_id = checked_uuid(session_id), checked_uuid(message_id, "message")
+        return Json(await asyncio.to_thread(certainty, chat, session_id, message_id, columns))
 
     @api.post("/api/sessions/{session_id}/diagnose")
     async def diagnose(session_id: str, request: Request) -> Response:

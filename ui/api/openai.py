@@ -31,6 +31,7 @@ from ui.api.openai_shapes import ChatShape, CompletionShape, Shape, closing
 from ui.api.params import LIMIT_ALIAS, NAMES, parse_params
 from ui.api.sse import EventResponse, event, unless_client_leaves
 from ui.chat import ChatService
+from ui.thoughts import without_thoughts
 
 MAX_CHOICES = 8
 COMPLETION_TOKENS = 16
@@ -77,7 +78,7 @@ def add_openai_routes(api: FastAPI, chat: ChatService, models_on_disk: ModelName
         if body.get("session_id") is not None:
             return await _session_completion(request, chat, shape, messages, body)
         call = _read_call(body, SamplingParams(), _chat_logprobs(body))
-        prompt_ids = await asyncio.to_thread(render_stateless, chat, messages)
+        prompt_ids = await asyncio.to_thread(render_stateless, chat, messages, call.params.strip_thoughts)
         return await _answer(request, shape, call, _stateless(chat, prompt_ids, call))
 
     @api.post("/v1/completions")
@@ -204,10 +205,13 @@ def _checked_model(chat: ChatService, body: dict[str, Any], models_on_disk: Mode
     raise ModelUnknown(f"There is no model {wanted[:100]!r}; {loaded} is loaded.")
 
 
-def render_stateless(chat: ChatService, messages: list[ChatMessage]) -> tuple[int, ...]:
+def render_stateless(chat: ChatService, messages: list[ChatMessage], strip_thoughts: bool = False) -> tuple[int, ...]:
     """Ids of a conversation that belongs to no session. A template may show the day, but no time: the cache's sake."""
     today = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     continued = messages[-1].role == "assistant"
+    if strip_thoughts:
+        earlier = messages[:-1] if continued else messages
+        messages = [*(without_thoughts(item, chat.engine.tokenizer) for item in earlier), *messages[len(earlier) :]]
     return chat.engine.tokenizer.render(messages, today, not continued, continue_last=continued).token_ids
 
 

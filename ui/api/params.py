@@ -36,8 +36,8 @@ def _converted(name: str, value: Any) -> Any:
         return _stop(value)
     if name == "logit_bias":
         return _logit_bias(value)
-    if name == "ignore_eos" and not isinstance(value, bool):
-        raise InvalidRequest(f"ignore_eos must be true or false, not {value!r:.40}.")
+    if name in ("ignore_eos", "strip_thoughts") and not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, not {value!r:.40}.")
     if name in ("max_tokens", LIMIT_ALIAS):
         # Each is checked by itself: a limit that makes no sense is not hidden by the other one.
         check_whole(name, value, 1, MAX_TOKENS)

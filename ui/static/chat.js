@@ -75,14 +75,16 @@ export class ChatLog {
   }
 
   drawBranch({ keep, add }) {
-    const old = this.entries;
-    this.entries = [...old.slice(0, keep), ...add];
+    this.entries = [...this.entries.slice(0, keep), ...add];
+    const nodes = this.messageNodes();
     add.forEach((entry, offset) => {
-      const index = keep + offset;
-      const node = this.messageNodes()[index];
-      if (node && node.dataset.id === entry.id) this.fillMessage(node, entry);
-      else if (node) node.replaceWith(this.buildMessage(entry));
-      else this.thread.append(this.buildMessage(entry));
+      const old = nodes[keep + offset];
+      let node = old;
+      if (old?.dataset.id === entry.id) this.fillMessage(old, entry);
+      else node = this.buildMessage(entry);
+      if (!old) this.thread.append(node);
+      else if (node !== old) old.replaceWith(node);
+      this.page.certainty.attach(node, entry);
     });
     this.messageNodes().slice(this.entries.length).forEach((node) => node.remove());
     this.drawActs();

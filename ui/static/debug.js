@@ -28,22 +28,25 @@ export class DebugTab {
     this.misses = new Misses(this);
     this.lights = h("ul", { class: "dots" });
     this.lightNote = h("p", { class: "quiet" });
-    const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
+    const section = (title, about, ...children) => h("section", {}, h("h3", {}, title), h("p", { class: "about" }, about), ...children);
     this.root = h("div", { class: "panel debug" },
       h("section", { class: "first" }, h("h3", {}, "Why does it repeat itself?"),
         h("div", { class: "measure-bar" }, this.select, this.diagnosis.button), this.diagnosis.root),
-      section("Invariants", this.lights, this.lightNote),
-      section("Audit", this.audit.root),
-      section("Cache map", this.maps.root),
-      section("Tokens", this.tokens.root),
-      section("Timeline", this.timeline.root),
-      section("Misses", this.misses.root));
+      section("Invariants", "What must always be true of this chat’s cache.", this.lights, this.lightNote),
+      section("Audit", "Does the cache hold what the model computes for these tokens?", this.audit.root),
+      section("Cache map", "Rows that were copied, never written or damaged stand out.", this.maps.root),
+      section("Tokens", "How sure the model was of each token; a click shows more of it.", this.tokens.root),
+      section("Timeline", "Where the time went.", this.timeline.root),
+      section("Misses", "What had to be computed again, and why.", this.misses.root));
   }
 
   fill(element) {
     element.replaceChildren(this.root);
     this.shown = element;
-    new IntersectionObserver((entries) => { if (entries.at(-1).isIntersecting) this.appeared(); }).observe(element);
+    new IntersectionObserver((entries) => {
+      this.page.certainty.refresh();
+      if (entries.at(-1).isIntersecting) this.appeared();
+    }).observe(element);
     this.drawReplies();
   }
 

@@ -2,6 +2,7 @@
 
 import { announce, ask, toast } from "./dom.js";
 import { NEW, Refusal, Unreachable, act, live } from "./net.js";
+import { Certainty } from "./certainty.js";
 import { ChatLog } from "./chat.js";
 import { Composer } from "./composer.js";
 import { DebugTab } from "./debug.js";
@@ -35,6 +36,7 @@ class Page {
     this.listedAt = -Infinity;
     this.frame = new Frame(this);
     this.list = new SessionList(this);
+    this.certainty = new Certainty(this);
     this.chat = new ChatLog(this);
     this.composer = new Composer(this);
     this.panel = new LivePanel(this);
@@ -105,6 +107,7 @@ class Page {
       this.frozen.draw();
     }
     if (answer.sessions) this.list.draw(answer.sessions);
+    this.certainty.refresh();
     this.chat.update(answer);
     if (answer.panel) {
       this.panel.draw(answer.panel);
@@ -113,7 +116,10 @@ class Page {
     if (answer.turn) this.panel.follow(answer.turn);
     if (answer.running !== this.running) this.runs(answer.running);
     this.composer.status(answer.turn);
-    if (answer.branch || !this.running) this.debug.refresh();
+    if (answer.branch || !this.running) {
+      this.debug.refresh();
+      this.settings.prices.refresh();
+    }
     if (this.app.status !== "ok") return 500;
     if (this.running) return RUNNING_MS;
     return this.panel.waiting() || this.debug.visible() && !this.panel.fresh ? 150 : IDLE_MS;

@@ -38,7 +38,7 @@ export class Maps {
     this.bad = new Set();
     this.heat.draw({ columns: [], values: [] });
     this.detail.hidden = true;
-    setText(this.sentence, "Draws every cached position of every layer. Rows that were copied, never written or damaged stand out.");
+    setText(this.sentence, "Draws every cached position of every layer.");
     this.drawState();
   }
 

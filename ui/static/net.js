@@ -105,6 +105,10 @@ export function tokens(session, query) {
   return request(path(session, `tokens?${new URLSearchParams(query)}`), {});
 }
 
+export function certainty(session, query) {
+  return request(path(session, `certainty?${new URLSearchParams(query)}`), {});
+}
+
 export function probe(session, query) {
   return request(path(session, `cache/probe?${new URLSearchParams(query)}`), {});
 }

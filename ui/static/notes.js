@@ -9,9 +9,12 @@ export function loopNote({ period, repeats, near }, open) {
 }
 
 // What an act will compute, as the end of a sentence.
-export async function priceOf(session, action, message, content) {
-  const { tokens, seconds } = await price(session, action, message, content);
+export function asPrice({ tokens, seconds }) {
   return `computes ${counted(tokens, "token")} of the prompt${seconds === null ? "" : `, about ${duration(1000 * seconds)}`}`;
+}
+
+export async function priceOf(session, action, message, content) {
+  return asPrice(await price(session, action, message, content));
 }
 
 // The price is asked for when the pointer or the focus gets to the button, and stands in its title. `content`: the text

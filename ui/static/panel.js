@@ -11,6 +11,7 @@ export const CAUSES = {
   retokenised: "the same text was split into other tokens", context_full: "the oldest turns left the full context",
   evicted: "another chat needed the memory", kv_format: "the chat is kept in another KV format now", restart: "KVScope was restarted",
   snapshot: "what was kept on disk could not be used", model: "another model is loaded",
+  thoughts: "the thoughts of an earlier reply are left out, or sent again",
 };
 const FINISH = { stop: "end of reply", length: "token limit", cancelled: "stopped by you", interrupted: "cut off", error: "error" };
 const PLACES = { ram: "in RAM", disk: "on disk" };

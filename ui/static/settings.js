@@ -3,10 +3,11 @@
 import { h, setText } from "./dom.js";
 import { act } from "./net.js";
 import { priceOf } from "./notes.js";
+import { PriceTags } from "./price_tags.js";
 
 const SAVE_AFTER_MS = 400;
 const FILLED_AFTER_MS = 150;
-const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop", "kv_format"];
+const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop", "kv_format", "strip_thoughts"];
 
 export class Settings {
   constructor(page) {
@@ -14,9 +15,11 @@ export class Settings {
     this.state = h("span", { role: "status" });
     this.own = null;
     this.shown = "";
+    this.prices = new PriceTags(page);
   }
 
   fill(element) {
+    new IntersectionObserver(() => this.prices.refresh()).observe(element);
     element.replaceChildren(h("div", { class: "settings-foot" }, this.state,
       h("button", { type: "button", class: "plain", onclick: () => this.defaults() }, "Reset sampling")));
     this.draw();
@@ -27,6 +30,7 @@ export class Settings {
     this.own = null;
     this.shown = "";
     this.unheard = null;
+    this.prices.clear();
     this.tell("");
   }
 
@@ -124,7 +128,7 @@ export class Settings {
     clearTimeout(this.timer);
     if (!this.pending) return;
     const { session, body } = this.pending;
-    const format = this.page.meta?.settings?.kv_format ?? null;
+    const { kv_format: format = null, strip_thoughts: strips = false } = this.page.meta?.settings ?? {};
     this.pending = null;
     try {
       await act(session, "update", body);
@@ -132,7 +136,8 @@ export class Settings {
         if (this.own === body) this.own = null;
         if (this.page.meta) Object.assign(this.page.meta, { system_prompt: body.system_prompt, settings: body.params });
         this.tell("Saved for this chat.");
-        if (body.params.kv_format !== format) this.tellPrice(session);
+        if (body.params.kv_format !== format) this.tellPrice(session, "kv_format");
+        else if (body.params.strip_thoughts !== strips) this.tellPrice(session, strips ? "keep_thoughts" : "strip_thoughts");
       }
       this.page.poll();
     } catch (error) {
@@ -140,10 +145,10 @@ export class Settings {
     }
   }
 
-  // Another format of keys and values makes the next reply compute the whole chat.
-  async tellPrice(session) {
+  // Another format of keys and values makes the next reply compute the whole chat, other thoughts a part of it.
+  async tellPrice(session, action) {
     try {
-      const found = await priceOf(session, "kv_format");
+      const found = await priceOf(session, action);
       if (session === this.page.session) this.tell(`Saved for this chat: its next reply ${found}.`);
     } catch {
       // What was saved has been told.

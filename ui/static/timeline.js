@@ -16,7 +16,7 @@ export class Timeline {
     const choice = (all, label) => h("button", { type: "button", onclick: () => this.choose(all) }, label);
     this.choices = [choice(false, "last turn"), choice(true, "last turns")];
     this.out = h("button", { type: "button", class: "link", onclick: () => this.zoomOut() }, "zoom out");
-    this.link = h("a", { class: "link", title: "For ui.perfetto.dev or chrome://tracing" }, icon("download"), "Trace");
+    this.link = h("a", { class: "link", title: "For ui.perfetto.dev, or “Load trace” in the Performance panel of Chrome’s developer tools" }, icon("download"), "Trace");
     this.chart = h("div", { class: "flame", tabindex: "0", role: "application",
       onclick: (event) => this.clicked(event), onkeydown: (event) => this.key(event),
       onpointermove: (event) => this.point(this.spanOf(event)), onpointerleave: () => this.point(null) });

@@ -39,7 +39,7 @@ export class Tokens {
     this.root = h("div", {},
       h("div", { class: "strip-bar" }, h("span", { class: "choice", role: "group", "aria-label": "Colour tokens by" }, ...Object.values(this.choices)),
         h("span", { class: "scale", title: "How sure the model was" }, "sure", h("i"), "unsure")),
-      this.strip, h("div", { class: "strip-bar" }, h("span", { class: "pager" }, this.earlier, this.range, this.later, this.toLoop), this.note), this.detail);
+      this.strip, h("div", { class: "strip-bar" }, h("span", { class: "pager" }, this.earlier, this.range, this.later, this.toLoop), this.note), this.tab.page.certainty.choice, this.detail);
   }
 
   clear() {
@@ -63,7 +63,13 @@ export class Tokens {
     this.key = key;
     this.loop = reply?.loop ?? null;
     if (reply?.live) setText(this.note, "The reply is still being written.");
-    if (key) this.load(0);
+    if (key) this.load(this.wanted?.key === key ? this.wanted.index : 0);
+  }
+
+  // Choose one token, of a reply that may still have to be shown.
+  look(key, index) {
+    this.wanted = { key, index };
+    if (key === this.key) this.load(index);
   }
 
   async load(start) {
@@ -78,9 +84,19 @@ export class Tokens {
       [this.start, this.total, this.rows] = [first, found.total, found.tokens];
       setText(this.note, found.same_prompt ? "" : "The prompt is rendered differently by now.");
       this.drawPage();
+      this.chooseWanted();
     } catch (error) {
       if (this.asked === asked && this.key === key) setText(this.note, error.message);
     }
+  }
+
+  chooseWanted() {
+    const { wanted } = this;
+    this.wanted = null;
+    if (wanted?.key !== this.key) return;
+    this.choose(wanted.index);
+    this.root.scrollIntoView({ block: "start" });
+    this.strip.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
   }
 
   colourBy(name) {
