@@ -122,17 +122,17 @@ def _products(width: str, kinds: Sequence[str], device: torch.device, sizes: Siz
 
     def gemv(count: int) -> Run:
         x, out = (torch.randn(count, n, device=device, dtype=dtype) for n in (columns, rows))
-        return lambda: [dequant_gemv(x, list(w.planes), w.kind, None, None, False, out) for w in weights]
+        return lambda: [dequant_gemv(x, list(w.planes), [w.kind], None, None, "", out) for w in weights]
 
     options = PLAIN_GEMV if width == "plain" else GEMV
     yield Job(f"dequant_gemv_{width}", options, gemv(1))
     yield Job(f"dequant_gemv_{width}_rows", options, gemv(sizes.several))
-    if width != "plain" and not needs_scratch(kinds[0], dtype):
+    if width != "plain" and not needs_scratch(kinds[:1], dtype):
         x, out = (torch.randn(sizes.chunk, n, device=device, dtype=dtype) for n in (columns, rows))
         yield Job(
             f"dequant_gemm_{width}",
             GEMM,
-            lambda: [dequant_gemm(x, list(w.planes), w.kind, None, None, None, out) for w in weights],
+            lambda: [dequant_gemm(x, list(w.planes), [w.kind], None, None, None, out) for w in weights],
         )
 
 

@@ -23,12 +23,15 @@ from kernels.gpu.paged_decode import workspace_shapes
 from kernels.gpu.sample import scratch_width
 from kernels.kv_format import KV_FORMATS, KVFormat, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
+from kernels.reference.quantized import ACTIVATIONS
 from kernels.reference.sampling import SETTINGS
 from kernels.registry import OPS, use_reference
 
 log = logging.getLogger("kvscope.kernels")
 
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+MIXED = ("Q4_K", "Q6_K")
+"""As the parts of a matrix are in most files of mixed kinds."""
 TOLERANCE = 0.02
 """Largest error allowed, as a share of the largest value: several times what rounding to bfloat16 makes."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 6, 2, 64, 16, 8
@@ -119,19 +122,25 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
-    weights = [_random_weight(kind, device) for kind in KINDS] + [plain(normal(96, 512))]
-    for weight in weights:
-        planes, few, many = list(weight.planes), normal(2, 512), normal(24, 512)
-        out = normal(2, 96)
-        yield "dequant_gemv", [few, planes, weight.kind, None, normal(2, 96), False, out], out
-        scratch = None
-        if needs_scratch(weight.kind, many.dtype):
-            scratch = normal(weight.rows, weight.columns)
-        out = normal(24, 96)
-        yield "dequant_gemm", [many, planes, weight.kind, None, None, scratch, out], out
+    weights = {kind: _random_weight(kind, device) for kind in KINDS} | {"plain": plain(normal(96, 512))}
+    few, many = normal(2, 512), normal(24, 512)
+    for names in (*((name,) for name in weights), MIXED):
+        parts = [weights[name] for name in names]
+        kinds, planes = [part.kind for part in parts], [plane for part in parts for plane in part.planes]
+        rows = 96 * len(parts)
+        out = normal(2, rows)
+        yield "dequant_gemv", [few, planes, kinds, None, normal(2, rows), "", out], out
+        scratch = normal(rows, 512) if needs_scratch(kinds, many.dtype) else None
+        out = normal(24, rows)
+        yield "dequant_gemm", [many, planes, kinds, None, None, scratch, out], out
+        out = normal(2, rows // 2)
+        if names in (KINDS[-1:], MIXED):
+            for activation in ACTIVATIONS:
+                yield "dequant_gemv", [few, planes, kinds, None, None, activation, out], out
+    for weight in weights.values():
         out = normal(5, 512)
         ids = torch.tensor([0, 95, 7, 7, 31], device=device)
-        yield "dequant_rows", [planes, weight.kind, ids, out], out
+        yield "dequant_rows", [list(weight.planes), weight.kind, ids, out], out
 
 
 def _random_weight(kind: str, device: torch.device) -> PackedWeight:

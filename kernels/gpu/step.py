@@ -58,10 +58,11 @@ class TritonLayers:
     """All layers and the last norm. Nothing is read back to the host, so a decode step can be captured."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float, gelu: bool = False
+        self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float, activation: str = "silu"
     ) -> None:
-        """`gelu`: gates are put through it rather than through SiLU."""
-        self._layers, self._norm, self._heads, self._eps, self._gelu = tuple(layers), norm, heads, eps, gelu
+        """`activation`: what gates are put through, "silu" or "gelu"."""
+        self._layers, self._norm, self._heads, self._eps = tuple(layers), norm, heads, eps
+        self._activation = activation
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
     embeds, with_logits = False, None
@@ -83,7 +84,7 @@ class TritonLayers:
             between()
             attended = attend(index, layer.qkv(normed), layer)
             self._add(residual, layer.o, attended, layer.attn_post_norm, layer.mlp_norm, normed)
-            gated = layer.gate_up.gated(normed, self._gelu)
+            gated = layer.gate_up.gated(normed, self._activation)
             self._add(residual, layer.down, gated, layer.mlp_post_norm, next_norm, normed)
         return normed
 
