@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.gpu import causal_conv, copy_blocks, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
-from kernels.gpu.paged_decode import workspace_shapes
+from kernels.gpu.paged_decode import newest_tokens, workspace_shapes
 from kernels.gpu.sample import scratch_width
 from kernels.kv_format import KV_FORMATS, KVFormat, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
@@ -209,7 +209,9 @@ def _attention(device: torch.device, normal: Callable[..., Tensor], fmt: KVForma
     shapes = workspace_shapes(len(lens), HEADS, HEAD_DIM, 4)
     partials = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
     out = normal(len(lens), HEADS, HEAD_DIM)
-    asked = [normal(len(lens), HEADS, HEAD_DIM), tables, lens, 0.125, 0, 0, 0.0, None, 1.0, 8, *cache, *partials, out]
+    newest = min(newest_tokens(), 8)
+    q = normal(len(lens), HEADS, HEAD_DIM)
+    asked = [q, tables, lens, 0.125, 0, 0, 0.0, None, 1.0, newest, *cache, *partials, out]
     yield "paged_decode", asked, out
     asked[4:6] = WINDOW, SINKS
     yield "paged_decode", [*asked, normal(len(lens), HEADS, HEAD_DIM)], out

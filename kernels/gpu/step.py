@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.linear import PlaneLinear
-from kernels.gpu.paged_decode import paged_decode, workspace_shapes
+from kernels.gpu.paged_decode import newest_tokens, paged_decode, workspace_shapes
 from kernels.gpu.paged_prefill import paged_prefill
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.store_kv import store_kv
@@ -19,9 +19,6 @@ from kernels.layer_groups import owners
 
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
-NEWEST = 0
-"""Tokens at the end of a context that are asked to stay in L2, since the next step reads them again. Their loads can't
-be copies ahead of use, so none are asked for until a card has shown which is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +117,7 @@ class _Attention:
         self._q = torch.empty(shape, dtype=dtype, device=device)
         self._out = torch.empty(shape, dtype=dtype, device=device)
         self._sink_q = torch.empty_like(self._q) if any(group.sink_position for group in store.groups) else None
+        self._newest = newest_tokens()
         self._partials: tuple[Tensor, ...] = ()
         if max(meta.query_lens) == 1:
             splits = split_count(device, tokens * heads.num_kv_heads)
@@ -144,8 +142,8 @@ class _Attention:
         )  # fmt: skip
         if self._partials:
             paged_decode(
-                self._q, tables, meta.context_lens, heads.scale, window, group.sinks, 0.0, None, 1.0, NEWEST, kv_format,
-                place.store, *extents, *self._partials, self._out, sink_q,
+                self._q, tables, meta.context_lens, heads.scale, window, group.sinks, 0.0, None, 1.0, self._newest,
+                kv_format, place.store, *extents, *self._partials, self._out, sink_q,
             )  # fmt: skip
         else:
             paged_prefill(

@@ -53,4 +53,5 @@ def _case(
     x, out = torch.empty(rows, COLUMNS, dtype=dtype), torch.empty(rows, width, dtype=dtype)
     planes = [plane for part in parts for plane in part.planes]
     run = partial(launch_dequant_gemv, x, planes, [part.kind for part in parts], None, out, activation, out)
-    return CompileCase(name, run, max_regs, wide_loads, max_shared=4096)
+    # Weights are read once a step and leave the cache to others.
+    return CompileCase(name, run, max_regs, wide_loads, max_shared=4096, policies=("evict_first",))
