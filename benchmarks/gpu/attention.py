@@ -18,8 +18,8 @@ from benchmarks.common import median, spread
 from benchmarks.gpu.timing import Budget, Run, Timer, captured, free_bytes
 from benchmarks.roofline import Shape
 from engine.memory.plan import human_bytes, kv_bytes_per_token
+from kernels.gpu.paged_attention import split_count
 from kernels.gpu.paged_decode import newest_tokens, paged_decode, workspace_shapes
-from kernels.gpu.step import split_count
 from kernels.kv_format import KV_FORMATS, fill_extent_table
 
 BLOCK_SIZE = 16

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.linear import PlaneLinear
-from kernels.gpu.paged_decode import newest_tokens, paged_decode, workspace_shapes
-from kernels.gpu.paged_prefill import paged_prefill
+from kernels.gpu.paged_attention import PagedAttention
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.store_kv import store_kv
 from kernels.interface import BatchMetadata, PagedStore
-from kernels.layer_groups import owners
-
-PROGRAMS_PER_SM = 2
-MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,63 +94,22 @@ class TritonLayers:
 
 
 class _Attention:
-    """What the attention of all layers of a step shares."""
+    """Storing and attending for all layers of a step."""
 
     def __init__(self, heads: Heads, eps: float, store: PagedStore, meta: BatchMetadata, dtype: torch.dtype) -> None:
-        self._heads, self._eps, self._meta = heads, eps, meta
-        self._balance, self._places, self._owners = store.balance, store.places, owners(store.places)
-        self._groups = tuple(zip(store.groups, meta.slot_mapping, meta.block_tables, strict=True))
-        self._cache = (
-            store.kv_format,
-            store.blocks_per_extent,
-            list(store.extents),
-            list(store.scale_extents),
-            store.extent_table,
-        )
-        device, tokens = store.extent_table.device, len(meta.positions)
-        shape = (tokens, heads.num_heads, heads.head_dim)
-        self._q = torch.empty(shape, dtype=dtype, device=device)
-        self._out = torch.empty(shape, dtype=dtype, device=device)
+        self._heads, self._eps = heads, eps
+        self._plan = PagedAttention(meta, store, heads.num_heads, heads.head_dim, dtype)
+        self._q = torch.empty_like(self._plan.out)
         self._sink_q = torch.empty_like(self._q) if any(group.sink_position for group in store.groups) else None
-        self._newest = newest_tokens()
-        self._partials: tuple[Tensor, ...] = ()
-        if max(meta.query_lens) == 1:
-            splits = split_count(device, tokens * heads.num_kv_heads)
-            shapes = workspace_shapes(tokens, heads.num_heads, heads.head_dim, splits)
-            self._partials = tuple(torch.empty(one, dtype=torch.float32, device=device) for one in shapes)
 
     def __call__(self, index: int, qkv: Tensor, layer: LayerParts) -> Tensor:
         """qkv [T, (H + 2 KV) * D] -> [T, H * D]."""
-        heads, meta, place, owner = self._heads, self._meta, self._places[index], self._owners[index]
-        group, slots, tables = self._groups[place.group]
-        if owner != index:
-            slots = torch.full_like(slots, -1)
-        kv_format, *extents = self._cache
-        balance = None if self._balance is None else self._balance[owner]
-        window, sink_position = group.window or 0, group.sink_position
+        plan, heads = self._plan, self._heads
+        sink_position = plan.group(index).sink_position
         inv_freq, rope_scale = heads.ropes[layer.rope]
         sink_q = None if sink_position is None else self._sink_q
         store_kv(
-            qkv, meta.positions, slots, inv_freq, rope_scale, layer.q_norm, layer.k_norm,
-            self._eps, balance, False, kv_format, place.store, *extents, self._q,
-            sink_position or 0, sink_q,
+            qkv, plan.meta.positions, plan.slots(index), inv_freq, rope_scale, layer.q_norm, layer.k_norm, self._eps,
+            plan.balance(index), False, *plan.cache(index), self._q, sink_position or 0, sink_q,
         )  # fmt: skip
-        if self._partials:
-            paged_decode(
-                self._q, tables, meta.context_lens, heads.scale, window, group.sinks, 0.0, None, 1.0, self._newest,
-                kv_format, place.store, *extents, *self._partials, self._out, sink_q,
-            )  # fmt: skip
-        else:
-            paged_prefill(
-                self._q, meta.cu_seqlens_q, tables, meta.context_lens, max(meta.query_lens), heads.scale, window,
-                group.sinks, 0.0, None, 1.0, kv_format, place.store, *extents, self._out, sink_q,
-            )  # fmt: skip
-        return self._out.view(len(self._out), -1)
-
-
-def split_count(device: torch.device, programs: int) -> int:
-    """Splits of a context so that `programs` (rows times KV heads) fill the card; the same for any context length."""
-    if device.type != "cuda":
-        return 2
-    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MAX_SPLITS, 1 << max(0, (wanted // programs).bit_length() - 1)) if programs else 1
+        return plan.attend(index, self._q, heads.scale, sink_q)
