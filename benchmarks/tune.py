@@ -27,6 +27,7 @@ from benchmarks.roofline import Shape
 from kernels.gpu import tuning
 from kernels.gpu.dequant_gemm import dequant_gemm, needs_scratch
 from kernels.gpu.dequant_gemv import dequant_gemv
+from kernels.gpu.paged_decode import newest_tokens
 from kernels.gpu.paged_prefill import paged_prefill
 from kernels.kv_format import KV_FORMATS, fill_extent_table
 from kernels.planes import PackedWeight, pack, plain
@@ -85,18 +86,33 @@ def jobs(device: torch.device, sizes: Sizes) -> Iterator[Job]:
     """One at a time: inputs of a job are gone before the next one's are made."""
     for shape in sizes.heads:
         yield from _attention(shape, device, sizes)
+    if newest_tokens():
+        # With a cold L2 they bring nothing, so this is what their loads cost.
+        launches = _decodes(sizes.heads[-1], device, sizes)
+        yield Job("paged_decode_newest", {"TOKENS": (0,)}, lambda: [launch() for launch in launches])
     for width, kinds in KINDS.items():
         yield from _products(width, kinds, device, sizes)
 
 
 def _attention(shape: Shape, device: torch.device, sizes: Sizes) -> Iterator[Job]:
-    dtype = weight_format(device).compute_dtype
+    dtype, launches = weight_format(device).compute_dtype, _decodes(shape, device, sizes)
     formats = kv_formats(device, dtype)
-    launches = [make_problem(shape, name, sizes.context, device, dtype).kernel() for name in formats]
-    yield Job(f"paged_decode_{shape.head_dim}", ATTENTION, lambda: [launch() for launch in launches])
+    decode = f"paged_decode_{shape.head_dim}"
+    if newest_tokens():
+        yield Job(f"{decode}_hinted", ATTENTION, launches[0])
+        yield Job(f"{decode}_coded_hinted", ATTENTION, lambda: [launch() for launch in launches[1:]])
+    with tuning.trying("paged_decode_newest", tuning.capability(), {"TOKENS": 0}):
+        yield Job(decode, ATTENTION, lambda: [launch() for launch in launches])
     for variant, names in (("", formats[:1]), ("_coded", [name for name in formats if KV_FORMATS[name].bits < 16])):
         chunks = [_prefill(shape, name, device, dtype, sizes) for name in names]
         yield Job(f"paged_prefill_{shape.head_dim}{variant}", PREFILL, lambda chunks=chunks: [run() for run in chunks])
+
+
+def _decodes(shape: Shape, device: torch.device, sizes: Sizes) -> list[Run]:
+    """One for each format, that of 16 bits first."""
+    dtype = weight_format(device).compute_dtype
+    formats = kv_formats(device, dtype)
+    return [make_problem(shape, name, sizes.context, device, dtype).kernel() for name in formats]
 
 
 def _prefill(shape: Shape, kv_format: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Run:
@@ -122,17 +138,17 @@ def _products(width: str, kinds: Sequence[str], device: torch.device, sizes: Siz
 
     def gemv(count: int) -> Run:
         x, out = (torch.randn(count, n, device=device, dtype=dtype) for n in (columns, rows))
-        return lambda: [dequant_gemv(x, list(w.planes), w.kind, None, None, False, out) for w in weights]
+        return lambda: [dequant_gemv(x, list(w.planes), [w.kind], None, None, "", out) for w in weights]
 
     options = PLAIN_GEMV if width == "plain" else GEMV
     yield Job(f"dequant_gemv_{width}", options, gemv(1))
     yield Job(f"dequant_gemv_{width}_rows", options, gemv(sizes.several))
-    if width != "plain" and not needs_scratch(kinds[0], dtype):
+    if width != "plain" and not needs_scratch(kinds[:1], dtype):
         x, out = (torch.randn(sizes.chunk, n, device=device, dtype=dtype) for n in (columns, rows))
         yield Job(
             f"dequant_gemm_{width}",
             GEMM,
-            lambda: [dequant_gemm(x, list(w.planes), w.kind, None, None, None, out) for w in weights],
+            lambda: [dequant_gemm(x, list(w.planes), [w.kind], None, None, None, out) for w in weights],
         )
 
 

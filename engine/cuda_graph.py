@@ -2,7 +2,8 @@
 
 A graph repeats the very launches that were captured, with the same addresses and the same Python numbers. So what
 changes from step to step lies in tensors that stay (`StaticBatch`), rows up to the bucket's size are padded with the
-null block, and the pool may grow because kernels find its extents through a table on the device.
+null block, and the pool may grow because kernels find its extents through a table on the device. Recurrent states
+are copied to an address that stays and back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
+from engine.kv_cache.ssm_state import FixedStates, SSMStatePool
 from engine.models.registry import DecoderModel
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -82,6 +84,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 class _Captured:
     batch: StaticBatch
     graph: torch.cuda.CUDAGraph | None
+    states: FixedStates | None = None
     outputs: Outputs | None = None
 
 
@@ -101,18 +104,30 @@ class DecodeGraphs:
         return max(meta.query_lens) == 1 and len(meta.query_lens) <= BUCKETS[-1]
 
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, meta: AttentionMetadata, tail: GraphTail | None = None) -> Outputs:
-        """Hidden states [T, hidden], logits float32 [T, vocab] and the tail's result, valid until the next call."""
+    def run(
+        self,
+        token_ids: Tensor,
+        meta: AttentionMetadata,
+        tail: GraphTail | None = None,
+        states: SSMStatePool | None = None,
+    ) -> Outputs:
+        """Hidden states [T, hidden], logits float32 [T, vocab] and the tail's result, valid until the next call.
+
+        `states` holds the recurrent states of a model that has such, moved on by the step."""
         count = len(token_ids)
-        batch = self._filled(token_ids, meta)
+        batch, fixed = self._filled(token_ids, meta), self._fixed(meta, states)
         key = (batch.rows, tail.variant if tail is not None else None)
         kept = self._captured.get(key)
         if kept is None:
-            kept = self._captured[key] = self._capture(batch, tail)
+            kept = self._captured[key] = self._capture(batch, tail, fixed)
+        if states is not None and kept.states is not None:
+            kept.states.load(states, meta.state_slots)  # only now: runs before a capture moved them on
         if kept.graph is not None:
             kept.graph.replay()
         else:
-            kept.outputs = self._step(batch, tail)
+            kept.outputs = self._step(batch, tail, kept.states)
+        if states is not None and kept.states is not None:
+            kept.states.save(states, meta.state_slots)
         assert kept.outputs is not None
         hidden, logits, drawn = kept.outputs
         return hidden[:count], logits[:count], drawn[:count] if drawn is not None else None
@@ -120,32 +135,42 @@ class DecodeGraphs:
     def _filled(self, token_ids: Tensor, meta: AttentionMetadata) -> StaticBatch:
         rows = padded_rows(len(token_ids))
         if rows not in self._batches:
-            self._batches[rows] = StaticBatch(rows, self._max_blocks, self._model.device, len(self._cache.groups))
+            self._batches[rows] = StaticBatch(rows, self._max_blocks, self._model.device, len(meta.block_tables))
         self._batches[rows].fill(token_ids, meta)
         return self._batches[rows]
 
-    def _step(self, batch: StaticBatch, tail: GraphTail | None) -> Outputs:
-        hidden = self._model.hidden_states(batch.token_ids, self._cache, batch.meta)
+    def _fixed(self, meta: AttentionMetadata, states: SSMStatePool | None) -> FixedStates | None:
+        """States of as many rows; graphs whose states lie elsewhere by now are gone."""
+        if states is None:
+            return None
+        fixed = states.fixed(padded_rows(len(meta.query_lens)))
+        address = fixed.batch.ssm.data_ptr()
+        if any(one.states is None or one.states.batch.ssm.data_ptr() != address for one in self._captured.values()):
+            self._captured.clear()
+        return fixed
+
+    def _step(self, batch: StaticBatch, tail: GraphTail | None, states: FixedStates | None) -> Outputs:
+        hidden = self._model.hidden_states(batch.token_ids, self._cache, batch.meta, states)
         logits = self._model.head(hidden)
         return hidden, logits, tail.launch(hidden, logits, batch.meta) if tail is not None else None
 
-    def _capture(self, batch: StaticBatch, tail: GraphTail | None) -> _Captured:
+    def _capture(self, batch: StaticBatch, tail: GraphTail | None, states: FixedStates | None) -> _Captured:
         """Storing K and V again, as each run does, changes nothing: the batch is that of the step to come."""
         device = self._model.device
         if device.type != "cuda":
-            return _Captured(batch, None)
+            return _Captured(batch, None, states)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self._warm_up(batch, tail)
+            self._warm_up(batch, tail, states)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may look at the card's memory meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            outputs = self._step(batch, tail)
-        return _Captured(batch, graph, outputs)
+            outputs = self._step(batch, tail, states)
+        return _Captured(batch, graph, states, outputs)
 
-    def _warm_up(self, batch: StaticBatch, tail: GraphTail | None) -> None:
+    def _warm_up(self, batch: StaticBatch, tail: GraphTail | None, states: FixedStates | None) -> None:
         with tail.idle() if tail is not None else nullcontext():
             for _ in range(WARM_UPS):
-                self._step(batch, tail)
+                self._step(batch, tail, states)

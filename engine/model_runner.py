@@ -103,7 +103,7 @@ class ModelRunner:
         wanting = [item.wants_logits for item in batch.items for _ in range(item.row_count)]
         wanted = tuple(index for index, wants in enumerate(wanting) if wants)
         if self._graphs is not None and self._graphs.fits(meta) and len(wanted) == len(token_ids):
-            hidden, logits, drawn = self._graphs.run(token_ids, meta, self._sampler)
+            hidden, logits, drawn = self._graphs.run(token_ids, meta, self._sampler, self.states)
         else:
             hidden, logits = self.model.step(token_ids, self.cache, meta, self.states, abandoned)
             drawn = self._sampler.launch(hidden, logits, meta) if self._sampler is not None else None

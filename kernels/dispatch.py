@@ -58,21 +58,24 @@ REFERENCE = Operations(
 
 
 def operations(device: torch.device, triton: bool = False) -> Operations:
-    """The operations for tensors on `device`; with `triton` recurrences and copies of blocks run kernels."""
+    """The operations for tensors on `device`; with `triton` those that have kernels run them."""
     if not triton:
         return REFERENCE
-    from kernels.gpu.causal_conv import causal_conv
-    from kernels.gpu.copy_blocks import copy_blocks
-    from kernels.gpu.ssm_chunk import ssm_chunk
-    from kernels.gpu.ssm_step import ssm_step
+    from kernels.gpu import operations as gpu
 
     return replace(
         REFERENCE,
         name="triton",
-        copy_blocks=copy_blocks,
-        causal_conv=causal_conv,
-        ssm_step=ssm_step,
-        ssm_chunk=ssm_chunk,
+        rms_norm=gpu.rms_norm,
+        swiglu=gpu.swiglu,
+        geglu=gpu.geglu,
+        plan_attention=gpu.plan_attention,
+        store_kv=gpu.store_kv,
+        attention=gpu.attention,
+        copy_blocks=gpu.copy_blocks,
+        causal_conv=gpu.causal_conv,
+        ssm_step=gpu.ssm_step,
+        ssm_chunk=gpu.ssm_chunk,
     )
 
 

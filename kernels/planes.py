@@ -29,6 +29,8 @@ from torch import Tensor
 
 WORDS = 4
 """int32 words of a unit."""
+PLANES = 5
+"""Of a quantised weight."""
 
 _ROWS_AT_ONCE = 2**23  # columns times rows repacked in one go; bounds the scratch memory of a load
 

@@ -18,8 +18,8 @@ from benchmarks.common import median, spread
 from benchmarks.gpu.timing import Budget, Run, Timer, captured, free_bytes
 from benchmarks.roofline import Shape
 from engine.memory.plan import human_bytes, kv_bytes_per_token
-from kernels.gpu.paged_decode import paged_decode, workspace_shapes
-from kernels.gpu.step import NEWEST, split_count
+from kernels.gpu.paged_attention import split_count
+from kernels.gpu.paged_decode import newest_tokens, paged_decode, workspace_shapes
 from kernels.kv_format import KV_FORMATS, fill_extent_table
 
 BLOCK_SIZE = 16
@@ -73,9 +73,11 @@ class Problem:
         fill_extent_table(table, [self.data], scales)
         lens = torch.tensor([self.context], dtype=torch.int32, device=device)
         where = (self.kv_format, 0, len(self.data), [self.data], scales, table)
+        # Asked for at each launch: it is one of the values that are tuned.
         return lambda: paged_decode(
-            self.q, self.block_table, lens, self.scale, 0, 0, 0.0, None, 1.0, NEWEST, *where, *partials, self.out
-        )
+            self.q, self.block_table, lens, self.scale, 0, 0, 0.0, None, 1.0, newest_tokens(), *where, *partials,
+            self.out,
+        )  # fmt: skip
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """[1, KV, context, D] each, of a format without scales."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,39 @@ class StateBatch:
     ssm: Tensor
 
 
+class States(Protocol):
+    """Where a step's layers find the states of its sequences."""
+
+    def take(self, slots: tuple[int, ...], apart: bool = False) -> StateBatch:
+        """The states side by side, for kernels to move on."""
+
+    def put_back(self, batch: StateBatch) -> None:
+        """Keep what the step made of them."""
+
+
+class FixedStates:
+    """Rows of states at an address that stays, for steps that are captured: `load` before one, `save` after it."""
+
+    def __init__(self, batch: StateBatch) -> None:
+        self.batch = batch
+
+    def take(self, slots: tuple[int, ...], apart: bool = False) -> StateBatch:
+        return self.batch
+
+    def put_back(self, batch: StateBatch) -> None:
+        """They lie where the step left them."""
+
+    def load(self, states: SSMStatePool, slots: tuple[int, ...]) -> None:
+        """Rows beyond the slots keep what they hold, which means nothing."""
+        for row, slot in enumerate(slots):
+            found = states.take((slot,))
+            self.batch.conv[:, row : row + 1].copy_(found.conv)
+            self.batch.ssm[:, row : row + 1].copy_(found.ssm)
+
+    def save(self, states: SSMStatePool, slots: tuple[int, ...]) -> None:
+        states.put_back(StateBatch(slots, self.batch.conv, self.batch.ssm))
+
+
 class SSMStatePool:
     """Slot `s` has memory from its first use until `trim`. Slot 0 only pads batches: what it holds means nothing.
 
@@ -51,6 +85,8 @@ class SSMStatePool:
         self.device = device
         self._slots: dict[int, StateBatch] = {}
         self._scratch: StateBatch | None = None
+        self._fixed = self._empty(())
+        self._fixed_rows = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -59,7 +95,8 @@ class SSMStatePool:
 
     @property
     def workspace_bytes(self) -> int:
-        return 0 if self._scratch is None else len(self._scratch.slots) * self.spec.nbytes
+        scratch = 0 if self._scratch is None else len(self._scratch.slots)
+        return (scratch + self._fixed_rows) * self.spec.nbytes
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole states in order, pairs of (source, target) slots; a source `CLEARED` sets the target to zero."""
@@ -95,6 +132,18 @@ class SSMStatePool:
         for index, slot in enumerate(batch.slots):
             self._slot(slot).conv.copy_(batch.conv[:, index : index + 1])
             self._slot(slot).ssm.copy_(batch.ssm[:, index : index + 1])
+
+    def fixed(self, rows: int) -> FixedStates:
+        """`rows` rows at an address that stays until more are asked for; all such share their memory."""
+        if rows > self._fixed_rows:
+            self._fixed, self._fixed_rows = self._empty((0,) * rows), rows
+        shapes = (self.spec.conv_shape, self.spec.ssm_shape)
+        parts = zip((self._fixed.conv, self._fixed.ssm), shapes, strict=True)
+        own = [
+            whole.view(-1)[: rows * self.spec.num_layers * math.prod(shape)].view(self.spec.num_layers, rows, *shape)
+            for whole, shape in parts
+        ]
+        return FixedStates(StateBatch((0,) * rows, *own))
 
     def trim(self, limit: int) -> None:
         """Give back the memory of slots from `limit` on, and the scratch memory."""

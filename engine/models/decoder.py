@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batch import AttentionMetadata
 from engine.kv_cache.cache import KVCache
-from engine.kv_cache.ssm_state import SSMStatePool, SSMStateSpec
+from engine.kv_cache.ssm_state import SSMStateSpec, States
 from engine.models.altup import AltUp, AltUpLayer, sparse_gate
 from engine.models.attention import Attention, StepContext, Tables, Turn
 from engine.models.config import ModelConfig
@@ -159,7 +159,7 @@ class DecoderModel:
         The definitions in torch, which stand in for kernels that a card gets wrong, do.
         """
         replaced = set(self.replaced_kernels) - {"sample"}
-        return self._fused is not None and self.device.type == "cuda" and not replaced
+        return self._runs_triton and self.device.type == "cuda" and not replaced
 
     @property
     def amplifies_rounding(self) -> bool:
@@ -179,7 +179,7 @@ class DecoderModel:
         return self.weights.ropes[attending[layer].rope].inv_freq
 
     def forward(
-        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None = None
+        self, token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, states: States | None = None
     ) -> Tensor:
         """Run int64 token_ids [T], storing their K and V; logits float32 [N, vocab] of `meta.logit_rows`."""
         return self.step(token_ids, cache, meta, states)[1]
@@ -190,7 +190,7 @@ class DecoderModel:
         token_ids: Tensor,
         cache: KVCache,
         meta: AttentionMetadata,
-        states: SSMStatePool | None = None,
+        states: States | None = None,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> Tensor:
         """As `forward`, but the last layer's output after the final norm, [T, hidden], for every token.
@@ -220,7 +220,7 @@ class DecoderModel:
         token_ids: Tensor,
         cache: KVCache,
         meta: AttentionMetadata,
-        states: SSMStatePool | None = None,
+        states: States | None = None,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> tuple[Tensor, Tensor]:
         """`hidden_states` of every token, and logits as `forward`, in one call where the layers' kernels go so far."""
@@ -264,7 +264,7 @@ class DecoderModel:
             streams[1:] += layer.altup.own_input(streams[sizes.active], own[index], sizes, eps, ops)
         return altup.merged(streams)
 
-    def _step_context(self, cache: KVCache, meta: AttentionMetadata, states: SSMStatePool | None) -> StepContext:
+    def _step_context(self, cache: KVCache, meta: AttentionMetadata, states: States | None) -> StepContext:
         config, plan = self.config, None
         if config.num_attention_layers:
             plan = self._operations.plan_attention(meta, cache, config.num_heads, config.head_dim, self.dtype)
@@ -273,7 +273,8 @@ class DecoderModel:
         return StepContext(plan, self._turns(cache, meta), batch, meta.cu_seqlens_q, one_each)
 
     def _turns(self, cache: KVCache, meta: AttentionMetadata) -> list[Turn]:
-        """Of each layer that attends. Until a context passes it, a group's `sink_position` changes nothing."""
+        """Of each layer that attends. Until a context passes it, a group's `sink_position` changes nothing; but what is
+        captured as a graph is run with later contexts too."""
         kept: dict[tuple[int, int | None], Tables] = {}
 
         def tables(rope: int, largest: int | None) -> Tables:
@@ -287,7 +288,8 @@ class DecoderModel:
         for mixer in (layer.mixer for layer in self.weights.layers):
             if isinstance(mixer, Attention):
                 largest = cache.groups[cache.places[mixer.layer].group].sink_position
-                sinks = tables(mixer.rope, largest) if largest is not None and newest > largest else None
+                passed = largest is not None and (self._runs_triton or newest > largest)
+                sinks = tables(mixer.rope, largest) if passed else None
                 turns.append(Turn(tables(mixer.rope, None), sinks))
         return turns
 

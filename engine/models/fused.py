@@ -33,8 +33,8 @@ def triton_layers(config: ModelConfig, weights: DecoderWeights) -> TritonLayers:
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
     ropes = tuple((rope.inv_freq, rope.scale) for rope in weights.ropes)
     heads = gpu_step.Heads(*sizes, ropes, config.attention_scale)
-    gelu = config.activation == "gelu_tanh"
-    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps, gelu)
+    activation = "gelu" if config.activation == "gelu_tanh" else "silu"
+    return gpu_step.TritonLayers(layers, weights.norm, heads, config.rms_norm_eps, activation)
 
 
 def cpu_layers(config: ModelConfig, weights: DecoderWeights) -> FusedLayers:

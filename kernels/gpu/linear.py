@@ -1,4 +1,4 @@
-"""Matrix products and an embedding over weights in planes: one launch for each run of parts of the same kind."""
+"""Matrix products and an embedding over weights in planes: one launch whatever kinds the parts of a weight are of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class PlaneLinear:
         self.parts = tuple(stack(tuple(run)) for _, run in groupby(parts, lambda part: part.kind))
         self.bias = bias
         self.rows = sum(part.rows for part in self.parts)
+        self.columns = self.parts[0].columns
         self.nbytes = sum(part.nbytes for part in self.parts)
+        self._kinds = [part.kind for part in self.parts]
+        self._planes = [plane for part in self.parts for plane in part.planes]
 
     @property
     def formats(self) -> tuple[tuple[str, int], ...]:
@@ -38,32 +41,21 @@ class PlaneLinear:
         """residual [T, rows] += the product, in place."""
         self._into(x, residual, residual)
 
-    def gated(self, x: Tensor, gelu: bool = False) -> Tensor:
-        """silu or gelu(first half of the rows) * second half, [T, rows / 2]."""
+    def gated(self, x: Tensor, activation: str = "silu") -> Tensor:
+        """activation(first half of the rows) * second half, [T, rows / 2]; "silu" or "gelu"."""
         out = x.new_empty(len(x), self.rows // 2)
-        if gelu:
-            geglu(self(x), out)
-        elif len(x) <= MAX_ROWS and len(self.parts) == 1:
-            only = self.parts[0]
-            dequant_gemv(x, list(only.planes), only.kind, self.bias, None, True, out)
+        if len(x) <= MAX_ROWS:
+            dequant_gemv(x, self._planes, self._kinds, self.bias, None, activation, out)
         else:
-            swiglu(self(x), out)
+            (geglu if activation == "gelu" else swiglu)(self(x), out)
         return out
 
     def _into(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        start = 0
-        for part in self.parts:
-            span = slice(start, start + part.rows)
-            bias = None if self.bias is None else self.bias[span]
-            rest = None if residual is None else residual[:, span]
-            if len(x) <= MAX_ROWS:
-                dequant_gemv(x, list(part.planes), part.kind, bias, rest, False, out[:, span])
-            else:
-                scratch = None
-                if needs_scratch(part.kind, x.dtype):
-                    scratch = x.new_empty(part.rows, part.columns)
-                dequant_gemm(x, list(part.planes), part.kind, bias, rest, scratch, out[:, span])
-            start += part.rows
+        if len(x) <= MAX_ROWS:
+            dequant_gemv(x, self._planes, self._kinds, self.bias, residual, "", out)
+            return
+        scratch = x.new_empty(self.rows, self.columns) if needs_scratch(self._kinds, x.dtype) else None
+        dequant_gemm(x, self._planes, self._kinds, self.bias, residual, scratch, out)
 
 
 class PlaneEmbedding:

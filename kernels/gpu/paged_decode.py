@@ -231,7 +231,7 @@ def launch_paged_decode(
     # Only tensor cores make a dot of padded rows cheap, and they don't multiply float32.
     card = 75 if q.dtype == torch.float32 else capability or tuning.capability()
     # Turned keys are copied ahead all the same: their tiles leave no registers for direct loads.
-    variant = "rotated" if key_inv_freq is not None else "hinted" if newest > 0 else ""
+    variant = "rotated" if key_inv_freq is not None else _hinted(kv_format) if newest > 0 else ""
     tuned = tuning.attention_params("paged_decode", head_dim, variant, card) | dict(params or {})
     group = heads // kv_heads
     rows = min(max(triton.next_power_of_2(group), tuned["MIN_ROWS"]), tuned["MAX_ROWS"])
@@ -276,6 +276,15 @@ def launch_paged_decode(
         num_warps=tuned["num_warps"],
     )
     reduce_splits(partial_out, partial_stats, out, capability)
+
+
+def newest_tokens() -> int:
+    """How many tokens at the end of a context are asked to stay in the L2 cache of the current card."""
+    return tuning.launch_params("paged_decode_newest", tuning.capability())["TOKENS"]
+
+
+def _hinted(kv_format: str) -> str:
+    return "hinted" if KV_FORMATS[kv_format].bits >= 16 else "coded_hinted"
 
 
 paged_decode = register("paged_decode", SCHEMA, launch_paged_decode, paged.paged_decode)

@@ -19,16 +19,19 @@ from torch import Tensor
 
 from kernels.gpu import causal_conv, copy_blocks, ssm_chunk, ssm_step, step  # noqa: F401  (they register the ops)
 from kernels.gpu.dequant_gemm import needs_scratch
-from kernels.gpu.paged_decode import workspace_shapes
+from kernels.gpu.paged_decode import newest_tokens, workspace_shapes
 from kernels.gpu.sample import scratch_width
 from kernels.kv_format import KV_FORMATS, KVFormat, fill_extent_table
 from kernels.planes import FORMATS, PackedWeight, pack, plain
+from kernels.reference.quantized import ACTIVATIONS
 from kernels.reference.sampling import SETTINGS
 from kernels.registry import OPS, use_reference
 
 log = logging.getLogger("kvscope.kernels")
 
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+MIXED = ("Q4_K", "Q6_K")
+"""As the parts of a matrix are in most files of mixed kinds."""
 TOLERANCE = 0.02
 """Largest error allowed, as a share of the largest value: several times what rounding to bfloat16 makes."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 6, 2, 64, 16, 8
@@ -119,19 +122,25 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _products(device: torch.device, normal: Callable[..., Tensor]) -> Iterator[Case]:
-    weights = [_random_weight(kind, device) for kind in KINDS] + [plain(normal(96, 512))]
-    for weight in weights:
-        planes, few, many = list(weight.planes), normal(2, 512), normal(24, 512)
-        out = normal(2, 96)
-        yield "dequant_gemv", [few, planes, weight.kind, None, normal(2, 96), False, out], out
-        scratch = None
-        if needs_scratch(weight.kind, many.dtype):
-            scratch = normal(weight.rows, weight.columns)
-        out = normal(24, 96)
-        yield "dequant_gemm", [many, planes, weight.kind, None, None, scratch, out], out
+    weights = {kind: _random_weight(kind, device) for kind in KINDS} | {"plain": plain(normal(96, 512))}
+    few, many = normal(2, 512), normal(24, 512)
+    for names in (*((name,) for name in weights), MIXED):
+        parts = [weights[name] for name in names]
+        kinds, planes = [part.kind for part in parts], [plane for part in parts for plane in part.planes]
+        rows = 96 * len(parts)
+        out = normal(2, rows)
+        yield "dequant_gemv", [few, planes, kinds, None, normal(2, rows), "", out], out
+        scratch = normal(rows, 512) if needs_scratch(kinds, many.dtype) else None
+        out = normal(24, rows)
+        yield "dequant_gemm", [many, planes, kinds, None, None, scratch, out], out
+        out = normal(2, rows // 2)
+        if names in (KINDS[-1:], MIXED):
+            for activation in ACTIVATIONS:
+                yield "dequant_gemv", [few, planes, kinds, None, None, activation, out], out
+    for weight in weights.values():
         out = normal(5, 512)
         ids = torch.tensor([0, 95, 7, 7, 31], device=device)
-        yield "dequant_rows", [planes, weight.kind, ids, out], out
+        yield "dequant_rows", [list(weight.planes), weight.kind, ids, out], out
 
 
 def _random_weight(kind: str, device: torch.device) -> PackedWeight:
@@ -200,7 +209,9 @@ def _attention(device: torch.device, normal: Callable[..., Tensor], fmt: KVForma
     shapes = workspace_shapes(len(lens), HEADS, HEAD_DIM, 4)
     partials = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
     out = normal(len(lens), HEADS, HEAD_DIM)
-    asked = [normal(len(lens), HEADS, HEAD_DIM), tables, lens, 0.125, 0, 0, 0.0, None, 1.0, 8, *cache, *partials, out]
+    newest = min(newest_tokens(), 8)
+    q = normal(len(lens), HEADS, HEAD_DIM)
+    asked = [q, tables, lens, 0.125, 0, 0, 0.0, None, 1.0, newest, *cache, *partials, out]
     yield "paged_decode", asked, out
     asked[4:6] = WINDOW, SINKS
     yield "paged_decode", [*asked, normal(len(lens), HEADS, HEAD_DIM)], out

@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.linear import PlaneLinear
-from kernels.gpu.paged_decode import paged_decode, workspace_shapes
-from kernels.gpu.paged_prefill import paged_prefill
+from kernels.gpu.paged_attention import PagedAttention
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.store_kv import store_kv
 from kernels.interface import BatchMetadata, PagedStore
-from kernels.layer_groups import owners
-
-PROGRAMS_PER_SM = 2
-MAX_SPLITS = 64
-NEWEST = 0
-"""Tokens at the end of a context that are asked to stay in L2, since the next step reads them again. Their loads can't
-be copies ahead of use, so none are asked for until a card has shown which is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +50,11 @@ class TritonLayers:
     """All layers and the last norm. Nothing is read back to the host, so a decode step can be captured."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float, gelu: bool = False
+        self, layers: Sequence[LayerParts], norm: Tensor, heads: Heads, eps: float, activation: str = "silu"
     ) -> None:
-        """`gelu`: gates are put through it rather than through SiLU."""
-        self._layers, self._norm, self._heads, self._eps, self._gelu = tuple(layers), norm, heads, eps, gelu
+        """`activation`: what gates are put through, "silu" or "gelu"."""
+        self._layers, self._norm, self._heads, self._eps = tuple(layers), norm, heads, eps
+        self._activation = activation
         self._next_norms = (*(layer.attn_norm for layer in self._layers[1:]), norm)
 
     embeds, with_logits = False, None
@@ -83,7 +76,7 @@ class TritonLayers:
             between()
             attended = attend(index, layer.qkv(normed), layer)
             self._add(residual, layer.o, attended, layer.attn_post_norm, layer.mlp_norm, normed)
-            gated = layer.gate_up.gated(normed, self._gelu)
+            gated = layer.gate_up.gated(normed, self._activation)
             self._add(residual, layer.down, gated, layer.mlp_post_norm, next_norm, normed)
         return normed
 
@@ -101,62 +94,22 @@ class TritonLayers:
 
 
 class _Attention:
-    """What the attention of all layers of a step shares."""
+    """Storing and attending for all layers of a step."""
 
     def __init__(self, heads: Heads, eps: float, store: PagedStore, meta: BatchMetadata, dtype: torch.dtype) -> None:
-        self._heads, self._eps, self._meta = heads, eps, meta
-        self._balance, self._places, self._owners = store.balance, store.places, owners(store.places)
-        self._groups = tuple(zip(store.groups, meta.slot_mapping, meta.block_tables, strict=True))
-        self._cache = (
-            store.kv_format,
-            store.blocks_per_extent,
-            list(store.extents),
-            list(store.scale_extents),
-            store.extent_table,
-        )
-        device, tokens = store.extent_table.device, len(meta.positions)
-        shape = (tokens, heads.num_heads, heads.head_dim)
-        self._q = torch.empty(shape, dtype=dtype, device=device)
-        self._out = torch.empty(shape, dtype=dtype, device=device)
+        self._heads, self._eps = heads, eps
+        self._plan = PagedAttention(meta, store, heads.num_heads, heads.head_dim, dtype)
+        self._q = torch.empty_like(self._plan.out)
         self._sink_q = torch.empty_like(self._q) if any(group.sink_position for group in store.groups) else None
-        self._partials: tuple[Tensor, ...] = ()
-        if max(meta.query_lens) == 1:
-            splits = split_count(device, tokens * heads.num_kv_heads)
-            shapes = workspace_shapes(tokens, heads.num_heads, heads.head_dim, splits)
-            self._partials = tuple(torch.empty(one, dtype=torch.float32, device=device) for one in shapes)
 
     def __call__(self, index: int, qkv: Tensor, layer: LayerParts) -> Tensor:
         """qkv [T, (H + 2 KV) * D] -> [T, H * D]."""
-        heads, meta, place, owner = self._heads, self._meta, self._places[index], self._owners[index]
-        group, slots, tables = self._groups[place.group]
-        if owner != index:
-            slots = torch.full_like(slots, -1)
-        kv_format, *extents = self._cache
-        balance = None if self._balance is None else self._balance[owner]
-        window, sink_position = group.window or 0, group.sink_position
+        plan, heads = self._plan, self._heads
+        sink_position = plan.group(index).sink_position
         inv_freq, rope_scale = heads.ropes[layer.rope]
         sink_q = None if sink_position is None else self._sink_q
         store_kv(
-            qkv, meta.positions, slots, inv_freq, rope_scale, layer.q_norm, layer.k_norm,
-            self._eps, balance, False, kv_format, place.store, *extents, self._q,
-            sink_position or 0, sink_q,
+            qkv, plan.meta.positions, plan.slots(index), inv_freq, rope_scale, layer.q_norm, layer.k_norm, self._eps,
+            plan.balance(index), False, *plan.cache(index), self._q, sink_position or 0, sink_q,
         )  # fmt: skip
-        if self._partials:
-            paged_decode(
-                self._q, tables, meta.context_lens, heads.scale, window, group.sinks, 0.0, None, 1.0, NEWEST, kv_format,
-                place.store, *extents, *self._partials, self._out, sink_q,
-            )  # fmt: skip
-        else:
-            paged_prefill(
-                self._q, meta.cu_seqlens_q, tables, meta.context_lens, max(meta.query_lens), heads.scale, window,
-                group.sinks, 0.0, None, 1.0, kv_format, place.store, *extents, self._out, sink_q,
-            )  # fmt: skip
-        return self._out.view(len(self._out), -1)
-
-
-def split_count(device: torch.device, programs: int) -> int:
-    """Splits of a context so that `programs` (rows times KV heads) fill the card; the same for any context length."""
-    if device.type != "cuda":
-        return 2
-    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MAX_SPLITS, 1 << max(0, (wanted // programs).bit_length() - 1)) if programs else 1
+        return plan.attend(index, self._q, heads.scale, sink_q)

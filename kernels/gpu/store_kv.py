@@ -143,6 +143,7 @@ def store_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    GROUP: tl.constexpr = H // KV if H > 0 else 1  # there may be no queries
     channel = tl.arange(0, DP)
     position = tl.load(positions + token)
     cos, sin = _angles(position, inv_freq, rope_scale, D, DP)
@@ -152,14 +153,14 @@ def store_kv_kernel(
         wanted = head < H
         x = _load_heads(source + head * D, wanted, q_norm, eps, cos, sin, D, DP, Q_NORM, True)
         if BALANCE:
-            x = x * _factors(balance, head // (H // KV), wanted, D, DP)
+            x = x * _factors(balance, head // GROUP, wanted, D, DP)
         place = ((token * H + head) * D)[:, None] + channel[None, :]
         tl.store(q_out + place, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
         if SINKS:
             cos, sin = _angles(tl.minimum(position, sink_position), inv_freq, rope_scale, D, DP)
             x = _load_heads(source + head * D, wanted, q_norm, eps, cos, sin, D, DP, Q_NORM, True)
             if BALANCE:
-                x = x * _factors(balance, head // (H // KV), wanted, D, DP)
+                x = x * _factors(balance, head // GROUP, wanted, D, DP)
             tl.store(sink_q_out + place, x.to(q_out.dtype.element_ty), mask=wanted[:, None] & (channel < D)[None, :])
     else:
         slot = tl.load(slots + token)

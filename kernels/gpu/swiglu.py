@@ -12,17 +12,23 @@ from kernels.registry import register
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up in float32, or with GELU's tanh form, which is a sigmoid of a cubic."""
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate * tl.sigmoid(inner) * up
+
+
+@triton.jit
 def swiglu_kernel(gate_up_ptr, out_ptr, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part of the row). GELU's tanh form is a sigmoid of a cubic."""
+    """Program (row, part of the row)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     gate = tl.load(gate_up_ptr + row * 2 * n + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * n + n + at, mask=inside, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    tl.store(out_ptr + row * n + at, (gate * tl.sigmoid(inner) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + at, gated(gate, up, GELU).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_swiglu(gate_up: Tensor, out: Tensor) -> None:

@@ -86,7 +86,7 @@ def attention_params(kernel: str, head_dim: int, variant: str, capability: int) 
     """`launch_params` of an attention kernel for heads of up to 64, 128 or 256 channels.
 
     Variants, which may have rows of their own: "" where tiles are what the cache holds, "coded" where they are
-    dequantised, "rotated" where keys are turned when read, "hinted" where loads carry an L2 policy.
+    dequantised, "rotated" where keys are turned when read, "hinted" and "coded_hinted" where loads carry an L2 policy.
     ValueError for larger heads.
     """
     size = next((size for size in (64, 128, 256) if head_dim <= size), None)
@@ -106,13 +106,20 @@ _add("paged_decode_256", (75,), BLOCK_N=8, **_NO_DOT)
 _add("paged_decode_64", CAPABILITIES[1:], BLOCK_N=64, STAGES=3, **_DOT)
 _add("paged_decode_128", CAPABILITIES[1:], BLOCK_N=32, STAGES=3, **_DOT)
 _add("paged_decode_256", CAPABILITIES[1:], BLOCK_N=32, STAGES=2, **_DOT)
-# Copies ahead (cp.async) carry no L2 policy: where one is asked for, larger tiles are loaded directly.
-_add("paged_decode_64_hinted", (75,), BLOCK_N=32, **_NO_DOT)
-_add("paged_decode_128_hinted", (75,), BLOCK_N=16, **_NO_DOT)
-_add("paged_decode_256_hinted", (75,), BLOCK_N=8, **_NO_DOT)
-_add("paged_decode_64_hinted", CAPABILITIES[1:], BLOCK_N=64, STAGES=1, **_DOT)
-_add("paged_decode_128_hinted", CAPABILITIES[1:], BLOCK_N=64, STAGES=1, **_DOT)
-_add("paged_decode_256_hinted", CAPABILITIES[1:], BLOCK_N=32, STAGES=1, **_DOT)
+# Copies ahead (cp.async) carry no L2 policy: where one is asked for, tiles are loaded directly.
+for _variant, _size in (("hinted", 64), ("coded_hinted", 32)):
+    _add(f"paged_decode_64_{_variant}", (75,), BLOCK_N=32, **_NO_DOT)
+    _add(f"paged_decode_128_{_variant}", (75,), BLOCK_N=16, **_NO_DOT)
+    _add(f"paged_decode_256_{_variant}", (75,), BLOCK_N=8, **_NO_DOT)
+    _add(f"paged_decode_64_{_variant}", CAPABILITIES[1:], BLOCK_N=64, STAGES=1, **_DOT)
+    _add(f"paged_decode_128_{_variant}", CAPABILITIES[1:], BLOCK_N=_size, STAGES=1, **_DOT)
+    _add(f"paged_decode_256_{_variant}", CAPABILITIES[1:], BLOCK_N=32, STAGES=1, **_DOT)
+# Tokens at the end of a context that are asked to stay in L2, since the next step reads them again, while older ones
+# stream through; 0: no policy, and before 8.0 there is none. About half of the L2 of a large card of its kind (40, 6,
+# 72, 50 and 96 MB) at 128 KB a token, as 16 bits take in all layers of an 8B model.
+_add("paged_decode_newest", (75,), TOKENS=0)
+for _card, _tokens in ((80, 160), (86, 32), (89, 288), (90, 192), (120, 384)):
+    _add("paged_decode_newest", (_card,), TOKENS=_tokens)
 _add("paged_decode_64_rotated", (75,), BLOCK_N=16, **_NO_DOT)
 _add("paged_decode_128_rotated", (75,), BLOCK_N=8, **_NO_DOT)
 _add("paged_decode_256_rotated", (75,), BLOCK_N=4, **_NO_DOT)

@@ -11,19 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.planes import BlockFormat
+from kernels.planes import FORMATS
 
 
-def format_constants(fmt: BlockFormat) -> dict[str, int | bool]:
-    """A kind as the constexprs of the kernels."""
-    return {
-        "BITS": fmt.bits,
-        "HIGH_BITS": fmt.high_bits,
-        "OFFSET": fmt.offset,
-        "GROUP": fmt.group,
-        "SUB_BITS": fmt.sub_bits,
-        "HAS_MIN": fmt.has_min,
-    }
+@triton.constexpr_function
+def field(kind, name):
+    """A field of `planes.BlockFormat` for a constexpr kind."""
+    return getattr(FORMATS[kind], name)
+
+
+@triton.constexpr_function
+def groups(kind):
+    """Scales of a unit that differ."""
+    return max(FORMATS[kind].unit // FORMATS[kind].group, 1)
 
 
 @triton.jit
@@ -43,10 +43,20 @@ def mantissa_float(bits, POSITION: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def slot_code(
-    codes, high, base, SLOT: tl.constexpr, BITS: tl.constexpr, HIGH_BITS: tl.constexpr, OFFSET: tl.constexpr
-):  # fmt: skip
-    """float32 code - OFFSET of one slot of each int32 word of `codes`, with `high` the words above them as int32."""
+def load_unit(codes_ptr, high_ptr, at, mask, KIND: tl.constexpr, POLICY: tl.constexpr):
+    """The int32 words of `codes` and, where the kind has them, of `high` at the words `at`."""
+    codes = tl.load(codes_ptr + at, mask=mask, other=0, eviction_policy=POLICY)
+    high = codes
+    if field(KIND, "high_bits") > 0:
+        high = tl.load(high_ptr + at, mask=mask, other=0, eviction_policy=POLICY).to(tl.int32)
+    return codes, high
+
+
+@triton.jit
+def slot_code(codes, high, base, SLOT: tl.constexpr, KIND: tl.constexpr):
+    """float32 code - offset of one slot of each int32 word of `codes`, with `high` the words above them as int32."""
+    BITS: tl.constexpr = field(KIND, "bits")
+    HIGH_BITS: tl.constexpr = field(KIND, "high_bits")
     HALF: tl.constexpr = SLOT // (16 // BITS)
     J: tl.constexpr = SLOT % (16 // BITS)
     POSITION: tl.constexpr = BITS * J
@@ -58,16 +68,14 @@ def slot_code(
         CLASS: tl.constexpr = HALF * (16 // BITS // RUN) + J // RUN
         SHIFT: tl.constexpr = BITS * (J - J % RUN) + BITS - HIGH_BITS * CLASS
         bits = bits | ((high << SHIFT) & (((1 << HIGH_BITS) - 1) << (POSITION + BITS)))
-    return mantissa_float(bits, POSITION, OFFSET)
+    return mantissa_float(bits, POSITION, field(KIND, "offset"))
 
 
 @triton.jit
-def load_scales(
-    scales_ptr, sub_ptr, sub_high_ptr, row, unit, units, mask,
-    BITS: tl.constexpr, SUB_BITS: tl.constexpr, HAS_MIN: tl.constexpr,
-):  # fmt: skip
+def load_scales(scales_ptr, sub_ptr, sub_high_ptr, row, unit, units, mask, KIND: tl.constexpr):
     """The words that hold the scales of unit `unit` of row `row`: scales, sub, sub_high; int64 row, int32 unit."""
-    UNIT: tl.constexpr = 128 // BITS
+    UNIT: tl.constexpr = field(KIND, "unit")
+    SUB_BITS: tl.constexpr = field(KIND, "sub_bits")
     SHARED: tl.constexpr = (256 if SUB_BITS > 0 else 32) // UNIT
     scales = tl.load(scales_ptr + row * (units // SHARED) + unit // SHARED, mask=mask, other=0)
     sub = scales
@@ -75,7 +83,7 @@ def load_scales(
     if SUB_BITS > 0:
         sub = tl.load(sub_ptr + row * units + unit, mask=mask, other=0).to(tl.int32)
     if SUB_BITS == 6:
-        if HAS_MIN:
+        if field(KIND, "has_min"):
             pair = tl.load(sub_high_ptr + row * (units // 2) + unit // 2, mask=mask, other=0).to(tl.int32)
             sub_high = (pair >> (4 * (unit % 2))) & 15
         else:
@@ -84,8 +92,10 @@ def load_scales(
 
 
 @triton.jit
-def group_scale(scales, sub, sub_high, base, INDEX: tl.constexpr, SUB_BITS: tl.constexpr, HAS_MIN: tl.constexpr):
+def group_scale(scales, sub, sub_high, base, INDEX: tl.constexpr, KIND: tl.constexpr):
     """float32 scale and minimum of a unit's group INDEX; the minimum is the scale where the kind has none."""
+    SUB_BITS: tl.constexpr = field(KIND, "sub_bits")
+    HAS_MIN: tl.constexpr = field(KIND, "has_min")
     if HAS_MIN:
         scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         minimum = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -106,4 +106,4 @@ def test_every_job_runs_and_uses_its_row() -> None:
         with tuning.trying(job.kernel, card, {}), pytest.raises((KeyError, TypeError)):
             job.run()
         names.append(job.kernel)
-    assert len(names) == len(set(names)) == 3 + 4 * 2 + 3
+    assert len(names) == len(set(names)) == 5 + 1 + 4 * 2 + 3

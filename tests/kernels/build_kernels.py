@@ -63,6 +63,7 @@ def build(archs: list[int], files: list[str]) -> dict[str, dict[str, Any]]:
             launches[name] += 1
             again = f" ({launches[name]})" if launches[name] > 1 else ""
             asked = {"max_regs": case.max_regs, "max_shared": case.max_shared, "case_wide_loads": case.wide_loads}
+            asked["case_policies"] = case.policies
             found[f"{name}{again}/{arch}"] = dataclasses.asdict(seen) | asked
     return found
 

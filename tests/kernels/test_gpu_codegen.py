@@ -57,6 +57,19 @@ def test_memory_is_read_128_bits_wide(built: Rows) -> None:
     assert not narrow, "key: (128-bit loads, at least)"
 
 
+def test_loads_carry_the_cache_policies_that_cards_have(built: Rows) -> None:
+    """The interpreter ignores them, and a compiler may drop them, as it does for copies ahead of use."""
+    found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    asked: dict[tuple[str, str, str], set[str]] = {}
+    for key, row in built.items():
+        file, case, _, arch = key.split("/")
+        found[file, case, arch] |= row["policies"].keys()
+        level = "L2" if int(arch) >= 80 else "L1"
+        asked[file, case, arch] = {f"{level}::{policy}" for policy in row["case_policies"]}
+    assert sum(len(policies) for policies in asked.values()) > 20
+    assert not {key: (found[key], policies) for key, policies in asked.items() if not policies <= found[key]}
+
+
 def test_the_table_of_resources_is_current(built: Rows) -> None:
     found = {key: row | {"wide_loads": row["loads"].get("128", 0)} for key, row in built.items()}
     kept = json.loads(build_kernels.TABLE.read_text())

@@ -46,9 +46,9 @@ def product(
 ) -> Tensor:
     out = torch.full((x.shape[0], weight.rows), float("nan"), dtype=x.dtype, device=x.device)
     scratch = None
-    if decode_first or needs_scratch(weight.kind, x.dtype):
+    if decode_first or needs_scratch([weight.kind], x.dtype):
         scratch = torch.full((weight.rows, weight.columns), float("nan"), dtype=x.dtype, device=x.device)
-    op(x, list(weight.planes), weight.kind, bias, residual, scratch, out)
+    op(x, list(weight.planes), [weight.kind], bias, residual, scratch, out)
     return out
 
 
@@ -102,14 +102,39 @@ def test_bias_and_residual(kind: str, decode_first: bool) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=2**-9, atol=4e-3)
     in_place = residual.clone()
     scratch = torch.empty(n, k, dtype=torch.float16, device=device()) if decode_first else None
-    dequant_gemm(x, list(weight.planes), weight.kind, bias, in_place, scratch, in_place)
+    dequant_gemm(x, list(weight.planes), [weight.kind], bias, in_place, scratch, in_place)
     assert torch.equal(in_place, product(x, weight, bias, residual, decode_first))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q3_K", "Q4_K", "Q5_K"), ("Q4_1", "Q5_1"), ("Q4_K", "F16")], ids="+".join
+)
+def test_parts_of_several_kinds_take_one_launch(kinds: tuple[str, ...]) -> None:
+    """Parts that end in the middle of a tile."""
+    rows, k, m = (40, 9, 33), 512, 18
+    blocks = [random_blocks(kind, n, k) if kind != "F16" else None for kind, n in zip(kinds, rows, strict=False)]
+    parts = [
+        pack(block, kind, k) if block is not None else plain(torch.randn(n, k).half())
+        for kind, n, block in zip(kinds, rows, blocks, strict=False)
+    ]
+    parts = [part.to(device()) for part in parts]
+    values = torch.cat([dequantise(part) for part in parts])
+    x, bias = torch.randn(m, k, device=device()).half(), torch.randn(len(values), device=device()).half()
+    residual, own = torch.randn(m, len(values), device=device()).half(), [part.kind for part in parts]
+    planes = [plane for part in parts for plane in part.planes]
+    scratch = torch.empty_like(values, dtype=torch.float16) if needs_scratch(own, x.dtype) else None
+    assert (scratch is not None) == ("F16" in kinds)
+    exact = x.double() @ values.half().double().T + bias.double() + residual.double()
+    for op in (dequant_gemm, dequant_gemm_out):
+        out = torch.full_like(residual, float("nan"))
+        op(x, planes, own, bias, residual, scratch, out)
+        torch.testing.assert_close(out.double(), exact, rtol=2**-9, atol=2e-2 if scratch is not None else 4e-3)
 
 
 def test_float32_is_multiplied_in_full_by_torch() -> None:
     blocks = random_blocks("Q5_K", 16, 256)
     weight, x = pack(blocks, "Q5_K", 256).to(device()), torch.randn(10, 256, device=device())
-    assert needs_scratch("Q5_K", torch.float32)
+    assert needs_scratch(["Q5_K"], torch.float32)
     assert_as_exact_as_torch(x, weight, gguf_values(blocks, "Q5_K").to(device()))
 
 
@@ -123,7 +148,7 @@ def test_slices_of_wider_rows() -> None:
     x_wide = torch.full((11, 96), float("nan"), dtype=torch.float16, device=device())
     x_wide[:, 8:72] = torch.randn(11, 64).half()
     out = torch.full((11, 50), float("nan"), dtype=torch.float16, device=device())
-    dequant_gemm(x_wide[:, 8:72], list(weight.planes), "Q4_0", None, None, None, out[:, 10:30])
+    dequant_gemm(x_wide[:, 8:72], list(weight.planes), ["Q4_0"], None, None, None, out[:, 10:30])
     assert torch.equal(out[:, 10:30], product(x_wide[:, 8:72].contiguous(), weight))
     assert out[:, :10].isnan().all() and out[:, 30:].isnan().all()
 
@@ -132,9 +157,9 @@ def test_slices_of_wider_rows() -> None:
 def test_cards_without_matrix_products_in_triton_need_a_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "capability", lambda: 75)
     weight, x = pack(random_blocks("Q4_0", 8, 64), "Q4_0", 64), torch.randn(9, 64).half()
-    assert needs_scratch("Q4_0", torch.float16) and not needs_scratch("F16", torch.float16)
+    assert needs_scratch(["Q4_0"], torch.float16) and not needs_scratch(["F16"], torch.float16)
     with pytest.raises(ValueError, match="needs a scratch"):
-        launch_dequant_gemm(x, weight.planes, "Q4_0", None, None, None, torch.empty(9, 8).half())
+        launch_dequant_gemm(x, weight.planes, ["Q4_0"], None, None, None, torch.empty(9, 8).half())
     assert product(x, weight).isfinite().all()
 
 
@@ -148,4 +173,4 @@ def test_a_scratch_that_does_not_fit_is_refused() -> None:
     weight, x, out = pack(random_blocks("Q4_0", 8, 64), "Q4_0", 64), torch.randn(9, 64).half(), torch.empty(9, 8).half()
     for scratch in (torch.empty(8, 32).half(), torch.empty(8, 64)):
         with pytest.raises(ValueError, match=r"scratch must be \[8, 64\] of torch.float16"):
-            launch_dequant_gemm(x, weight.planes, "Q4_0", None, None, scratch, out)
+            launch_dequant_gemm(x, weight.planes, ["Q4_0"], None, None, scratch, out)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.weights.catalog import ModelSource
 from engine.weights.gguf_reader import GGUFSource
 from kernels.gpu import dequant_gemv as module
 from kernels.gpu.dequant_gemv import dequant_gemv, launch_dequant_gemv
+from kernels.gpu.linear import PlaneLinear
 from kernels.planes import PackedWeight, dequantise, pack, plain, stack
 from kernels.reference.quantized import dequant_gemv_out
 from tests.support.interpreter import is_interpreting, overflow_checks
@@ -48,12 +50,12 @@ def product(
     weight: PackedWeight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    swiglu: bool = False,
+    activation: str = "",
     op: Any = dequant_gemv,
 ) -> Tensor:
-    width = weight.rows // 2 if swiglu else weight.rows
+    width = weight.rows // 2 if activation else weight.rows
     out = torch.full((x.shape[0], width), float("nan"), dtype=x.dtype, device=x.device)
-    op(x, list(weight.planes), weight.kind, bias, residual, swiglu, out)
+    op(x, list(weight.planes), [weight.kind], bias, residual, activation, out)
     return out
 
 
@@ -96,7 +98,7 @@ def test_real_sizes_and_graphs(kind: str, rows: int) -> None:
     out = torch.empty(rows, n, dtype=torch.float16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dequant_gemv(x, list(weight.planes), kind, None, None, False, out)
+        dequant_gemv(x, list(weight.planes), [kind], None, None, "", out)
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, product(x, weight))
@@ -120,42 +122,71 @@ def test_real_weights(default_model: ModelSource, name: str) -> None:
     assert_as_exact_as_torch(x, pack(blocks, kind, columns).to(device()), gguf_values(blocks, kind).to(device()))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F16"])
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_bias_swiglu_and_residual_in_one_launch(kind: str, swiglu: bool, rows: int) -> None:
-    n, k = 74, 512
+def packed(kind: str, n: int, k: int, seed: int = 1) -> PackedWeight:
     if kind == "F16":
-        weight = plain(torch.randn(n, k).half().mul_(0.05)).to(device())
-    else:
-        weight = stack([pack(random_blocks(kind, n // 2, k, seed), kind, k) for seed in (1, 2)]).to(device())
+        return plain(torch.randn(n, k).half().mul_(0.05)).to(device())
+    return pack(random_blocks(kind, n, k, seed), kind, k).to(device())
+
+
+def assert_one_launch_does_all(parts: list[PackedWeight], rows: int, activation: str) -> None:
+    """Bias, activation and residual over all parts, into a slice of a wider row, and in place of the residual."""
+    values = torch.cat([dequantise(part) for part in parts])
+    planes, kinds = [plane for part in parts for plane in part.planes], [part.kind for part in parts]
+    (n, k), width = values.shape, len(values) // 2 if activation else len(values)
     x, bias = torch.randn(rows, k, device=device()).half(), torch.randn(n, device=device()).half()
-    residual = torch.randn(rows, n // 2 if swiglu else n, device=device()).half()
-    exact = x.double() @ dequantise(weight).double().T + bias.double()
-    if swiglu:
+    residual = torch.randn(rows, width, device=device()).half()
+    exact = x.double() @ values.double().T + bias.double()
+    if activation:
         gate, up = exact.chunk(2, -1)
-        exact = gate * torch.sigmoid(gate) * up
+        gate = gate * torch.sigmoid(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        exact = gate * up
     exact = exact + residual.double()
     for op in (dequant_gemv, dequant_gemv_out):
+        wide = torch.full((rows, width + 3), float("nan"), dtype=x.dtype, device=device())
+        op(x, planes, kinds, bias, residual, activation, wide[:, 1 : width + 1])
         # float16 holds a result to 2^-11 of its size, and everything before is float32.
-        torch.testing.assert_close(
-            product(x, weight, bias, residual, swiglu, op).double(), exact, rtol=2**-10, atol=1e-4
-        )
-    product_in_place = residual.clone()
-    dequant_gemv(x, list(weight.planes), weight.kind, bias, product_in_place, swiglu, product_in_place)
-    assert torch.equal(product_in_place, product(x, weight, bias, residual, swiglu))
+        torch.testing.assert_close(wide[:, 1 : width + 1].double(), exact, rtol=2**-10, atol=1e-4)
+        assert wide[:, 0].isnan().all() and wide[:, width + 1 :].isnan().all(), "wrote past its slice"
+    in_place = residual.clone()
+    dequant_gemv(x, planes, kinds, bias, in_place, activation, in_place)
+    torch.testing.assert_close(in_place.double(), exact, rtol=2**-10, atol=1e-4)
 
 
-def test_q_k_and_v_of_different_kinds_share_an_output() -> None:
-    parts = [(kind, n, random_blocks(kind, n, 256)) for kind, n in (("Q4_K", 40), ("Q4_K", 8), ("Q6_K", 8))]
-    qk = stack([pack(blocks, kind, 256) for kind, _, blocks in parts[:2]]).to(device())
-    v = pack(parts[2][2], "Q6_K", 256).to(device())
-    x, qkv = torch.randn(2, 256, device=device()), torch.full((2, 60), float("nan"), device=device())
-    dequant_gemv(x, list(qk.planes), "Q4_K", None, None, False, qkv[:, :48])
-    dequant_gemv(x, list(v.planes), "Q6_K", None, None, False, qkv[:, 48:56])
-    exact = torch.cat([x.double() @ gguf_values(blocks, kind).double().to(device()).T for kind, _, blocks in parts], 1)
-    assert error(qkv[:, :56], exact) < 1e-6
-    assert qkv[:, 56:].isnan().all(), "wrote past its slice"
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F16"])
+@pytest.mark.parametrize("activation", ["", "silu", "gelu"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_bias_activation_and_residual_in_one_launch(kind: str, activation: str, rows: int) -> None:
+    assert_one_launch_does_all([stack([packed(kind, 37, 512, seed) for seed in (1, 2)])], rows, activation)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q4_1", "Q5_1"), ("Q3_K", "Q4_K", "Q5_K"), ("F16", "Q8_0", "Q2_K")], ids="+".join
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_q_k_and_v_of_several_kinds_in_one_launch(kinds: tuple[str, ...], rows: int) -> None:
+    """Parts end in the middle of a program's rows; the last one is the largest, which decides on the warps."""
+    assert_one_launch_does_all([packed(kind, n, 512) for kind, n in zip(kinds, (70, 9, 133), strict=False)], rows, "")
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q3_K", "F16")], ids="+".join)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gate_and_up_of_two_kinds_in_one_launch(kinds: tuple[str, str], activation: str, rows: int) -> None:
+    assert_one_launch_does_all([packed(kind, 37, 512) for kind in kinds], rows, activation)
+
+
+@pytest.mark.parametrize(("rows", "activation"), [(1, ""), (8, ""), (2, "silu"), (2, "gelu")])
+def test_a_matrix_of_any_kinds_is_one_launch(rows: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QKV of Q4_K_M's files took two launches, GeGLU two, gate and up of two kinds three."""
+    launched: list[str] = []
+    for name in ("dequant_gemv_kernel", "gated_gemv_kernel"):
+        kernel = getattr(module, name)
+        counting = {"__getitem__": lambda self, grid, name=name, kernel=kernel: launched.append(name) or kernel[grid]}
+        monkeypatch.setattr(module, name, type("Counting", (), counting)())
+    linear = PlaneLinear([packed("Q4_K", 8, 256), packed("Q6_K", 8, 256)], None)
+    x = torch.randn(rows, 256, device=device())
+    found = linear.gated(x, activation) if activation else linear(x)
+    assert found.isfinite().all() and len(launched) == 1
 
 
 def test_rows_of_x_may_lie_apart_and_nothing_around_them_is_read() -> None:
@@ -176,7 +207,7 @@ def test_index_arithmetic_stays_in_range() -> None:
 def test_a_graph_may_capture_the_op() -> None:
     weight = pack(random_blocks("Q4_0", 8, 64), "Q4_0", 64)
     out = torch.empty(1, 8)
-    arguments = (torch.randn(1, 64), list(weight.planes), "Q4_0", None, None, False, out)
+    arguments = (torch.randn(1, 64), list(weight.planes), ["Q4_0"], None, None, "", out)
     tests = ("test_schema", "test_faketensor")
     found = torch.library.opcheck(torch.ops.kvscope.dequant_gemv.default, arguments, test_utils=tests)
     assert found == dict.fromkeys(tests, "SUCCESS")
@@ -191,15 +222,17 @@ def test_a_graph_may_capture_the_op() -> None:
         ({"out": torch.zeros(1, 7)}, r"must be \[1, 8\]"),
         ({"residual": torch.zeros(1, 4)}, r"must be \[1, 8\]"),
         ({"bias": torch.zeros(4)}, r"bias must be a contiguous \[8\]"),
-        ({"kind": "IQ4_XS"}, "IQ4_XS can't be multiplied"),
-        ({"planes": (torch.zeros(7, 2, 4, dtype=torch.int32),), "swiglu": True}, "as many rows each"),
+        ({"kinds": ["IQ4_XS"]}, "IQ4_XS can't be multiplied"),
+        ({"kinds": ["Q4_0", "Q4_0"]}, "have 10 planes, not 5"),
+        ({"activation": "tanh"}, "'tanh' is unknown"),
+        ({"planes": (torch.zeros(7, 2, 4, dtype=torch.int32),) * 5, "activation": "silu"}, "as many rows each"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     weight = pack(random_blocks("Q4_0", 8, 64), "Q4_0", 64)
     arguments = {
-        "x": torch.zeros(1, 64), "planes": weight.planes, "kind": "Q4_0", "bias": None, "residual": None,
-        "swiglu": False, "out": torch.zeros(1, 8),
+        "x": torch.zeros(1, 64), "planes": weight.planes, "kinds": ["Q4_0"], "bias": None, "residual": None,
+        "activation": "", "out": torch.zeros(1, 8),
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         launch_dequant_gemv(**(arguments | change))

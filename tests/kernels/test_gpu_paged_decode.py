@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from kernels.gpu import paged_decode as decode
+from kernels.gpu import tuning
 from kernels.reference import paged
 from tests.support.paged_cache import (
     SHUFFLED,
@@ -160,10 +163,32 @@ def test_sinks_beyond_the_window_have_queries_of_their_own(kv_format, options, s
     batch.run(decode.launch_paged_decode, splits=splits, newest=newest, **DOT)
 
 
-@pytest.mark.parametrize("newest", [1, 16, 1000])
-def test_newest_tokens_may_stay_in_the_l2_cache(newest):
+@pytest.mark.parametrize(
+    ("kv_format", "newest", "launch"),
+    [
+        ("fp16", 1, DOT),
+        ("fp16", 16, DOT),
+        ("int8", 16, NO_DOT),
+        ("int4", 20, DOT),
+        ("fp8", 9, DOT),
+        ("fp16", 1000, DOT),
+    ],
+)
+def test_newest_tokens_may_stay_in_the_l2_cache(kv_format, newest, launch):
     """Two loops, split anywhere, see every key once."""
-    Batch("fp16", 64, 4, HALF, window=20, sinks=1).run(decode.launch_paged_decode, newest=newest, **DOT)
+    if not can_run(kv_format):
+        pytest.skip("no fp8 on this card")
+    Batch(kv_format, 64, 4, HALF, window=20, sinks=1).run(decode.launch_paged_decode, newest=newest, **launch)
+
+
+@pytest.mark.parametrize("capability", tuning.CAPABILITIES)
+def test_steps_ask_for_it_from_8_0_on(capability, monkeypatch):
+    monkeypatch.setattr(tuning, "capability", lambda: capability)
+    assert (decode.newest_tokens() > 0) == (capability >= 80)
+    if capability >= 80:  # copies ahead would drop the policy
+        for head_dim, kv_format in product((64, 128, 256), ("bf16", "int8")):
+            variant = decode._hinted(kv_format)
+            assert tuning.attention_params("paged_decode", head_dim, variant, capability)["STAGES"] == 1
 
 
 @pytest.mark.parametrize("splits", [1, 7])

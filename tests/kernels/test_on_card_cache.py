@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.copy_blocks import copy_blocks
+from kernels.gpu.paged_attention import split_count
 from kernels.gpu.paged_decode import paged_decode, workspace_shapes
 from kernels.gpu.paged_prefill import paged_prefill
-from kernels.gpu.step import split_count
 from kernels.gpu.store_kv import store_kv
 from kernels.kv_format import KV_FORMATS
 from kernels.reference import paged

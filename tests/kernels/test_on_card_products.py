@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.random_model import random_blocks
 from kernels.gpu.dequant_gemm import dequant_gemm, needs_scratch
-from kernels.gpu.dequant_gemv import dequant_gemv
+from kernels.gpu.dequant_gemv import MAX_ROWS, dequant_gemv
 from kernels.gpu.dequant_rows import dequant_rows
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.swiglu import geglu, swiglu
@@ -65,7 +66,7 @@ def check_gemv(kind: str, size: tuple[int, int], rows: int) -> None:
         packed, x = weight(kind, size, dtype), normal(rows, size[1], dtype=dtype)
         values, out = dequantise(packed), nan(rows, size[0], dtype=dtype)
         residual = normal(rows, size[0], dtype=dtype, seed=3)
-        dequant_gemv(x, list(packed.planes), packed.kind, None, residual, False, out)
+        dequant_gemv(x, list(packed.planes), [packed.kind], None, residual, "", out)
         same = x @ values.to(dtype).T + residual
         assert_as_good(out, same, exact_product(x, values) + residual.double())
 
@@ -95,16 +96,39 @@ def test_narrow_matrices(kind: str, size: tuple[int, int]) -> None:
     check_gemv(kind, size, 1)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q4_0", "plain"])
+@pytest.mark.parametrize("kinds", [("Q4_K",), ("Q4_0",), ("plain",), ("Q4_K", "Q6_K")], ids="+".join)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("size", sized(TINY, {"llama-8b": (28672, 4096), "qwen-7b": (37888, 3584)}))
-def test_gate_and_up_with_swiglu(kind: str, size: tuple[int, int]) -> None:
+def test_gate_and_up_with_their_activation(kinds: tuple[str, ...], activation: str, size: tuple[int, int]) -> None:
     dtype, half = dtypes()[-1], size[0] // 2
-    packed, x = weight(kind, size, dtype), normal(1, size[1], dtype=dtype)
-    values, out = dequantise(packed), nan(1, half, dtype=dtype)
-    dequant_gemv(x, list(packed.planes), packed.kind, None, None, True, out)
+    parts = [weight(kind, (size[0] // len(kinds), size[1]), dtype) for kind in kinds]
+    x, values = normal(1, size[1], dtype=dtype), torch.cat([dequantise(part) for part in parts])
+    out = nan(1, half, dtype=dtype)
+    planes = [plane for part in parts for plane in part.planes]
+    dequant_gemv(x, planes, [part.kind for part in parts], None, None, activation, out)
     gate, up = (x @ values.to(dtype).T).chunk(2, -1)
     exact_gate, exact_up = exact_product(x, values).chunk(2, -1)
-    assert_as_good(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
+    act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+    assert_as_good(out, act(gate) * up, act(exact_gate) * exact_up)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q3_K", "Q5_K"), ("Q4_0", "Q4_1", "Q5_1"), ("Q4_K", "plain")], ids="+".join
+)
+@pytest.mark.parametrize("rows", [1, 8, 20])
+@pytest.mark.parametrize("size", sized((40, 512), {"llama-8b-k": (1024, 4096), "qwen-7b-k": (512, 3584)}))
+def test_q_k_and_v_of_several_kinds(kinds: tuple[str, ...], rows: int, size: tuple[int, int]) -> None:
+    dtype = dtypes()[-1]
+    parts = [weight(kind, (size[0] * (4 if i == 0 else 1), size[1]), dtype) for i, kind in enumerate(kinds)]
+    x, values = normal(rows, size[1], dtype=dtype), torch.cat([dequantise(part) for part in parts])
+    out = nan(rows, len(values), dtype=dtype)
+    planes, own = [plane for part in parts for plane in part.planes], [part.kind for part in parts]
+    if rows <= MAX_ROWS:
+        dequant_gemv(x, planes, own, None, None, "", out)
+    else:
+        scratch = nan(*values.shape, dtype=dtype) if needs_scratch(own, dtype) else None
+        dequant_gemm(x, planes, own, None, None, scratch, out)
+    assert_as_good(out, x @ values.to(dtype).T, exact_product(x, values))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "plain"])
@@ -114,8 +138,8 @@ def test_gemm(kind: str, size: tuple[int, int, int]) -> None:
     for dtype in dtypes():
         packed, x = weight(kind, (rows, columns), dtype), normal(tokens, columns, dtype=dtype)
         values, out = dequantise(packed), nan(tokens, rows, dtype=dtype)
-        scratch = nan(rows, columns, dtype=dtype) if needs_scratch(packed.kind, dtype) else None
-        dequant_gemm(x, list(packed.planes), packed.kind, None, None, scratch, out)
+        scratch = nan(rows, columns, dtype=dtype) if needs_scratch([packed.kind], dtype) else None
+        dequant_gemm(x, list(packed.planes), [packed.kind], None, None, scratch, out)
         # The kernel rounds W to x's dtype, as torch does here.
         assert_as_good(out, x @ values.to(dtype).T, exact_product(x, values))
 

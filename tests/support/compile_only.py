@@ -32,7 +32,8 @@ class CompileCase:
     """One launch to compile. `run` calls a launcher on CPU tensors; nothing is executed.
 
     `max_regs` per thread and `max_shared` bytes hold for each kernel that the launcher starts, `wide_loads`, the least
-    number of 128-bit global loads, for all of them together.
+    number of 128-bit global loads, for all of them together. Of `policies`, e.g. "evict_last", some load must carry
+    each, in L2 where the card has such and else in L1.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CompileCase:
     max_regs: int
     wide_loads: int
     max_shared: int
+    policies: tuple[str, ...] = ()
 
 
 def registers_for_two(num_warps: int) -> int:

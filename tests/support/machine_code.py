@@ -17,13 +17,17 @@ from triton.compiler.compiler import CompiledKernel
 
 INSTRUCTION_BYTES = 16
 _LOAD = re.compile(r"\bLDG(?:STS)?\.E((?:\.\w+)*)")
+# In PTX; before compute capability 8.0 there is a hint for L1 alone.
+_POLICY = re.compile(r"createpolicy\.fractional\.(L2::evict_\w+?)\.b64|ld\.global\.(L1::evict_\w+)\.(?!L2::cache_hint)")
+_HINTED = re.compile(r"ld\.global\.L1::evict_\w+\.L2::cache_hint")
 _LOCAL = re.compile(r"\b(?:STL|LDL)\b")
 _DOT = re.compile(r"\b(?:HMMA|IMMA|QMMA|HGMMA)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one compiled kernel takes. `loads` counts the global loads in its code by width in bits."""
+    """What one compiled kernel takes. `loads` counts the global loads in its code by width in bits, `policies` those
+    that carry a cache policy by its name, e.g. "L2::evict_last"."""
 
     kernel: str
     registers: int
@@ -32,6 +36,7 @@ class Resources:
     local_accesses: int
     shared: int
     loads: dict[int, int]
+    policies: dict[str, int]
     hmma: int
 
 
@@ -58,8 +63,16 @@ def _resources(kernel: CompiledKernel, code: str) -> Resources:
         local_accesses=len(_LOCAL.findall(code)),
         shared=kernel.metadata.shared,
         loads=dict(sorted(Counter(map(_load_bits, _LOAD.findall(code))).items())),
+        policies=policies(kernel.asm["ptx"]),
         hmma=len(_DOT.findall(code)),
     )
+
+
+def policies(ptx: str) -> dict[str, int]:
+    """Loads by cache policy: each that goes by one of L2 makes its own."""
+    found = Counter(l2 or l1 for l2, l1 in _POLICY.findall(ptx))
+    assert sum(count for name, count in found.items() if name.startswith("L2")) == len(_HINTED.findall(ptx))
+    return dict(sorted(found.items()))
 
 
 def _disassembled(kernels: list[CompiledKernel], arch: int) -> list[str]:

@@ -16,13 +16,15 @@ ROWS, COLUMNS, TOKENS = 64, 4096, 256
 
 def cases(arch: int) -> list[CompileCase]:
     """A loop's loads are asynchronous copies to shared memory, 128 bits wide for x and codes."""
-    return [_case(kind, arch) for kind in ("Q8_0", "Q4_K", "Q6_K", "Q2_K")]
+    return [_case(kinds, arch) for kinds in (["Q8_0"], ["Q4_K"], ["Q6_K"], ["Q2_K"], ["Q4_K", "Q6_K"])]
 
 
-def _case(kind: str, arch: int) -> CompileCase:
+def _case(kinds: list[str], arch: int) -> CompileCase:
     dtype = torch.float16 if arch < 80 else torch.bfloat16
-    weight = pack(random_blocks(kind, ROWS, COLUMNS), kind, COLUMNS)
-    x, out = torch.zeros(TOKENS, COLUMNS, dtype=dtype), torch.zeros(TOKENS, ROWS, dtype=dtype)
-    scratch = torch.empty(ROWS, COLUMNS, dtype=dtype) if arch < 80 else None
-    run = partial(launch_dequant_gemm, x, weight.planes, kind, None, out, scratch, out)
-    return CompileCase(kind, run, max_regs=160, wide_loads=1 if arch < 80 else 16, max_shared=112 * 1024)
+    planes = [plane for kind in kinds for plane in pack(random_blocks(kind, ROWS, COLUMNS), kind, COLUMNS).planes]
+    width = ROWS * len(kinds)
+    x, out = torch.zeros(TOKENS, COLUMNS, dtype=dtype), torch.zeros(TOKENS, width, dtype=dtype)
+    scratch = torch.empty(width, COLUMNS, dtype=dtype) if arch < 80 else None
+    run = partial(launch_dequant_gemm, x, planes, kinds, None, out, scratch, out)
+    wide = 1 if arch < 80 else 16
+    return CompileCase(" and ".join(kinds), run, max_regs=160, wide_loads=wide * len(kinds), max_shared=112 * 1024)

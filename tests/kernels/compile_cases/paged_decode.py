@@ -42,12 +42,23 @@ def cases(arch: int) -> list[CompileCase]:
 
     # On sm_75 tiles small enough for the registers leave a thread 64 bits of int4, and of int8 beside its turned copy.
     narrow = 0 if arch < 80 else 2
+    both = ("evict_last", "evict_first")
     # With cp.async a tile of V is copied in the order that the tensor core reads it, 64 bits at a time for int8.
     found = [
         CompileCase(plain, lambda: decode(plain), 152, REDUCTION + 4, 24576),
-        CompileCase("int8 hinted", lambda: decode("int8", newest=512), 184, REDUCTION + 4, 24576),
+        CompileCase(f"{plain} hinted", lambda: decode(plain, newest=512), 184, REDUCTION + 8, 24576, both),
+        CompileCase("int8 hinted", lambda: decode("int8", newest=512), 184, REDUCTION + 4, 24576, both),
+        CompileCase("int4 hinted", lambda: decode("int4", newest=512), 184, REDUCTION + 2 * narrow, 24576, both),
         CompileCase("int8", lambda: decode("int8"), 184, REDUCTION + 2, 20480),
         CompileCase("int8 sinks", lambda: decode("int8", window=1024, sinks=True), 255, REDUCTION + 2, 24576),
+        CompileCase(
+            "int8 sinks hinted",
+            lambda: decode("int8", window=1024, newest=512, sinks=True),
+            255,
+            REDUCTION + 6,
+            24576,
+            both,
+        ),
         CompileCase("int4", lambda: decode("int4"), 184, REDUCTION + narrow, 20480),
         CompileCase(
             "int8 window rotated",
@@ -59,4 +70,5 @@ def cases(arch: int) -> list[CompileCase]:
     ]
     if arch >= 89:
         found.append(CompileCase("fp8", lambda: decode("fp8"), 184, REDUCTION + 2, 20480))
+        found.append(CompileCase("fp8 hinted", lambda: decode("fp8", newest=512), 184, REDUCTION + 4, 20480, both))
     return found
