@@ -52,10 +52,11 @@ class Bench:
         prompts: Sequence[tuple[int, ...]],
         settings: Sequence[SamplingParams],
         session_ids: Sequence[str | None] | None = None,
+        tokens: int | None = None,
     ) -> list[Reply]:
         """One reply per prompt and settings, all at the same time."""
         requests = [
-            GenerateRequest(prompt, replace(params, max_tokens=self.tokens), session_id)
+            GenerateRequest(prompt, replace(params, max_tokens=tokens or self.tokens), session_id)
             for prompt, params, session_id in zip(prompts, settings, session_ids or [None] * len(prompts), strict=True)
         ]
         streams = [self.engine.generate(request) for request in requests]
