@@ -70,15 +70,16 @@ def judged(made: dict[str, tuple[Bench, Iterator[Reply]]], count: int) -> Iterat
             began = time.perf_counter()
             result = bench.engine.diagnose(reply.query)
             took = time.perf_counter() - began
-            show(cause, reply, result)
+            show(cause, reply, result, took)
             yield cause, result["verdict"], took
 
 
-def show(cause: str, reply: Reply, result: dict[str, Any]) -> None:
+def show(cause: str, reply: Reply, result: dict[str, Any], took: float) -> None:
     runs = [f"{item['run']} {item['looped']}/{item['runs']}" for item in result["evidence"] if "runs" in item]
     drift = next((item["first"] for item in result["evidence"] if item["run"] == "measures"), None)
-    ms = f"{1e-3 * result['ms']:.1f} s"
-    print(f"{cause:>9} -> {result['verdict']:<9} {ms} {reply.loop} drift from {drift}; {', '.join(runs)}", flush=True)
+    losses = [item["mean_kl"] for item in result["evidence"] if "mean_kl" in item]
+    measured = f"{took:4.1f} s {reply.loop} drift from {drift}; KL {losses}; {', '.join(runs)}"
+    print(f"{cause:>9} -> {result['verdict']:<9} {measured}", flush=True)
     if result["verdict"] != cause:
         for item in result["evidence"]:
             print(f"{'':>12} {item['run']}: {item['sentence']}", flush=True)

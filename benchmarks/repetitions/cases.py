@@ -38,6 +38,8 @@ from engine.sampling.params import SamplingParams
 
 ROUNDS = 6
 AT_ONCE = 8
+CHANT_TOKENS = 120
+"""A chant that goes on is one soon."""
 SANE = SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.1)
 PLAIN = SamplingParams(temperature=0.5, top_p=0.95)
 COLD = SamplingParams(temperature=0.2)
@@ -99,8 +101,8 @@ def model_cases(bench: Bench, tried: Counter[str]) -> Iterator[Reply]:
     ]
     for places, settings in rounds(len(CHANTS), SANE, GREEDY):
         tried["model"] += len(places)
-        found = looping(bench.replies([prompts[place] for place in places], settings))
-        sane = bench.loops(found, SANE)
+        found = looping(bench.replies([prompts[place] for place in places], settings, tokens=CHANT_TOKENS))
+        sane = bench.loops(found, SANE, CHANT_TOKENS)
         yield from (reply for reply, (loops, runs) in zip(found, sane, strict=True) if loops == runs)
 
 

@@ -13,7 +13,8 @@ from engine.debugging.quarantine import own_blocks
 from engine.local import LocalEngine
 
 OUTLIER = 20.0
-OUTLIER_PAIR = 21
+OUTLIER_PAIR = 2 / 3
+"""Where among the pairs that RoPE turns it lies: one that turns slowly."""
 SOUND_LAYERS = 1 / 6
 """The share of layers, from the first, whose keys have no outlier."""
 DAMAGED_LAYERS = 1 / 3
@@ -32,8 +33,9 @@ def with_outlier_keys(engine: LocalEngine) -> None:
     cache = engine._need_parts().cache
     spec = cache.spec
     balance = torch.ones(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    first = round(SOUND_LAYERS * spec.num_layers)
-    balance[first:, :, [OUTLIER_PAIR, OUTLIER_PAIR + spec.head_dim // 2]] = 1 / OUTLIER
+    first, half = round(SOUND_LAYERS * spec.num_layers), spec.head_dim // 2
+    pair = round(OUTLIER_PAIR * half)
+    balance[first:, :, [pair, pair + half]] = 1 / OUTLIER
     cache.balance = balance
 
 
@@ -47,7 +49,7 @@ def damage(engine: LocalEngine, session_id: str, kind: str) -> None:
         assert sequence is not None
         own_blocks(lane, sequence, range(sequence.cache_pos))
         tensors = cache.export_blocks(sequence.block_table)
-        last = round(DAMAGED_LAYERS * cache.spec.num_layers)
+        last = max(round(DAMAGED_LAYERS * cache.spec.num_layers), 1)
         tensors["data"][:, -last:, 0] = damaged(tensors["data"][:, -last:, 0], kind)
         cache.import_blocks(sequence.block_table, tensors)
 
