@@ -32,9 +32,14 @@ def scratch_blocks(spec: KVCacheSpec, tokens: int) -> int:
     return max(spec.windows.blocks(tokens, REPLAY_CHUNK), 1) + 1
 
 
+def branch_blocks(spec: KVCacheSpec, tokens: int) -> int:
+    """Blocks of a branch's own: what it shares ends within a block, which it copies."""
+    return len(spec.groups) * (-(-tokens // spec.block_size) + 1)
+
+
 class Replay:
     """One sequence of at most `max_tokens`; its K and V are kept as `spec` says, with `keep_all` also those that
-    windows have passed."""
+    windows have passed. It may part into `branches` that each go on for `branch_tokens`."""
 
     def __init__(
         self,
@@ -43,18 +48,23 @@ class Replay:
         max_tokens: int,
         balance: Tensor | None = None,
         keep_all: bool = False,
+        branches: int = 0,
+        branch_tokens: int = 0,
     ) -> None:
         groups = (LayerGroup(),) * len(spec.groups) if keep_all else spec.groups
-        blocks = scratch_blocks(replace(spec, groups=groups), max_tokens)
+        blocks = scratch_blocks(replace(spec, groups=groups), max_tokens) + branches * branch_blocks(
+            spec, branch_tokens
+        )
         self.model = model
         self.cache = KVCache(spec, model.device, extent_bytes=blocks * spec.block_bytes, max_blocks=blocks)
         self.cache.balance = balance
         self.cache.grow(blocks)
-        self._slots = BlockPool(STATE_SLOTS)
+        self._slots = BlockPool(STATE_SLOTS * (1 + branches))
         self._states, checkpoints = None, None
         if model.state_spec is not None:
             self._states, checkpoints = SSMStatePool(model.state_spec, model.device), StateCheckpoints(self._slots)
-        prefixes = PrefixCache(BlockPool(blocks), spec.block_size, checkpoints, spec.num_layers > 0, groups)
+        self._pool = BlockPool(blocks)
+        prefixes = PrefixCache(self._pool, spec.block_size, checkpoints, spec.num_layers > 0, groups)
         self.sequence = Sequence(prefixes)
 
     def state(self) -> dict[str, Tensor] | None:
@@ -87,3 +97,23 @@ class Replay:
             if sequence.remaining:
                 yield
         return torch.cat(parts)
+
+    def branch(self, count: int) -> list[Sequence]:
+        """So many sequences that share what was run, and go on from there by `step`."""
+        return [self.sequence.fork(None, self.sequence.cache_pos) for _ in range(count)]
+
+    def step(self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]) -> Tensor:
+        """Run one more id of each branch at a time; float32 logits [n, V]."""
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+            sequence.reserve(len(sequence.token_ids))
+        if self.cache.spec.num_layers:
+            self.cache.copy_blocks(self._pool.take_copies())
+        if self._states is not None:
+            self._states.copy(self._slots.take_copies())
+        items = tuple(ScheduledItem(sequence, sequence.cache_pos, 1, wants_logits=True) for sequence in sequences)
+        ids, meta = build_metadata(ScheduledBatch(items), self.cache.spec.block_size, self.model.device)
+        logits = self.model.head(self.model.hidden_states(ids, self.cache, meta, self._states))
+        for sequence in sequences:
+            sequence.advance(1)
+        return logits

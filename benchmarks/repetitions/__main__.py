@@ -1,6 +1,6 @@
 """How often the diagnosis names the cause of a loop, where that is known: `cases` says what counts as known.
 
-python -m benchmarks.repetitions [--cases 5] [--tokens 200]
+python -m benchmarks.repetitions [--cases 15] [--tokens 200]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app import default_data_dir
-from benchmarks.common import print_json, print_table, until
+from benchmarks.common import median, print_json, print_table, until
 from benchmarks.repetitions.bench import Bench, Reply
 from benchmarks.repetitions.cases import (
     cache_cases,
@@ -22,8 +22,8 @@ from benchmarks.repetitions.cases import (
     none_cases,
     precision_cases,
     sampler_cases,
-    with_outlier_keys,
 )
+from benchmarks.repetitions.damage import with_outlier_keys
 from engine.debugging.verdict import VERDICTS
 
 
@@ -31,26 +31,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="as for app.py; default: the default model")
     parser.add_argument("--data-dir", type=Path, default=default_data_dir())
-    parser.add_argument("--cases", type=int, default=5, help="cases per cause")
+    parser.add_argument("--cases", type=int, default=15, help="cases per cause")
     parser.add_argument("--cause", choices=VERDICTS, action="append", help="only this one; may be given again")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per reply")
     parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
     options = parser.parse_args()
     causes = options.cause or VERDICTS
     fine, coarse = Bench(options, "fp16"), None
-    made = {"none": (fine, none_cases(fine)), "sampler": (fine, sampler_cases(fine))}
+    tried: Counter[str] = Counter()
+    made = {"none": (fine, none_cases(fine, tried)), "sampler": (fine, sampler_cases(fine, tried))}
     if "precision" in causes:
         coarse = Bench(options, "int4")
         with_outlier_keys(coarse.engine)
-        made["precision"] = (coarse, precision_cases(coarse, fine))
-    made |= {"cache": (fine, cache_cases(fine)), "model": (fine, model_cases(fine))}
+        made["precision"] = (coarse, precision_cases(coarse, fine, tried))
+    made |= {"cache": (fine, cache_cases(fine, tried)), "model": (fine, model_cases(fine, tried))}
     made = {cause: cases for cause, cases in made.items() if cause in causes}
     found: Counter[tuple[str, str]] = Counter()
     seconds: list[float] = []
     for cause, verdict, took in until(judged(made, options.cases), options.limit_s):
         found[cause, verdict] += 1
         seconds.append(took)
-    report(found, seconds)
+    report(found, tried, seconds)
     for bench in (fine, coarse):
         if bench is not None:
             bench.engine.close()
@@ -69,26 +70,33 @@ def judged(made: dict[str, tuple[Bench, Iterator[Reply]]], count: int) -> Iterat
             began = time.perf_counter()
             result = bench.engine.diagnose(reply.query)
             took = time.perf_counter() - began
-            show(cause, reply, result)
+            show(cause, reply, result, took)
             yield cause, result["verdict"], took
 
 
-def show(cause: str, reply: Reply, result: dict[str, Any]) -> None:
+def show(cause: str, reply: Reply, result: dict[str, Any], took: float) -> None:
     runs = [f"{item['run']} {item['looped']}/{item['runs']}" for item in result["evidence"] if "runs" in item]
     drift = next((item["first"] for item in result["evidence"] if item["run"] == "measures"), None)
-    print(f"{cause:>9} -> {result['verdict']:<9} {reply.loop} drift from {drift}; {', '.join(runs)}", flush=True)
+    losses = [item["mean_kl"] for item in result["evidence"] if "mean_kl" in item]
+    measured = f"{took:4.1f} s {reply.loop} drift from {drift}; KL {losses}; {', '.join(runs)}"
+    print(f"{cause:>9} -> {result['verdict']:<9} {measured}", flush=True)
     if result["verdict"] != cause:
         for item in result["evidence"]:
             print(f"{'':>12} {item['run']}: {item['sentence']}", flush=True)
 
 
-def report(found: Counter[tuple[str, str]], seconds: Sequence[float]) -> None:
-    rows = [[cause, *(found[cause, verdict] for verdict in VERDICTS)] for cause in VERDICTS]
-    print_table(["made by \\ verdict", *VERDICTS], rows)
-    total, right = sum(found.values()), sum(found[cause, cause] for cause in VERDICTS)
-    share = right / total if total else None
-    result = {"cases": total, "right": right, "share": share, "longest_s": round(max(seconds, default=0.0), 1)}
-    print_json("repetitions", {**result, "confusion": {f"{a}->{b}": n for (a, b), n in sorted(found.items())}})
+def report(found: Counter[tuple[str, str]], tried: Counter[str], seconds: Sequence[float]) -> None:
+    cases = {cause: sum(found[cause, verdict] for verdict in VERDICTS) for cause in VERDICTS}
+    rows = [[cause, tried[cause], *(found[cause, verdict] for verdict in VERDICTS)] for cause in VERDICTS]
+    print_table(["made by \\ verdict", "tried", *VERDICTS], rows)
+    total, right = sum(cases.values()), sum(found[cause, cause] for cause in VERDICTS)
+    median_s, longest_s = (round(median(seconds), 1), round(max(seconds), 1)) if seconds else (None, None)
+    print(f"{right} of {total} right; a diagnosis takes {median_s} s (median), {longest_s} s at most")
+    result = {"cases": total, "right": right, "share": right / total if total else None}
+    counts = {"made": cases, "tried": {cause: tried[cause] for cause in VERDICTS}}
+    confusion = {f"{a}->{b}": n for (a, b), n in sorted(found.items())}
+    times = {"median_s": median_s, "longest_s": longest_s}
+    print_json("repetitions", {**result, **times, **counts, "confusion": confusion})
 
 
 if __name__ == "__main__":

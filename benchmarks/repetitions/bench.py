@@ -52,10 +52,11 @@ class Bench:
         prompts: Sequence[tuple[int, ...]],
         settings: Sequence[SamplingParams],
         session_ids: Sequence[str | None] | None = None,
+        tokens: int | None = None,
     ) -> list[Reply]:
         """One reply per prompt and settings, all at the same time."""
         requests = [
-            GenerateRequest(prompt, replace(params, max_tokens=self.tokens), session_id)
+            GenerateRequest(prompt, replace(params, max_tokens=tokens or self.tokens), session_id)
             for prompt, params, session_id in zip(prompts, settings, session_ids or [None] * len(prompts), strict=True)
         ]
         streams = [self.engine.generate(request) for request in requests]
@@ -81,24 +82,22 @@ class Bench:
         query = DiagnoseQuery(session_id, request.prompt_ids, ids, params, measures)
         return Reply(query, last.text, find_loop(ids, self.is_word))
 
-    def loops(self, replies: Sequence[Reply], params: SamplingParams | None = None) -> list[tuple[int, int]]:
+    def loops(
+        self, replies: Sequence[Reply], params: SamplingParams | None = None, tokens: int | None = None
+    ) -> list[tuple[int, int]]:
         """Of each reply, `(loops, runs)` when it is made here with its own and the check's seeds, by its own settings
         or by these."""
         queries = [reply.query for reply in replies]
         settings = [replace(params or query.params, seed=query.params.seed) for query in queries]
-        return self.checked([query.prompt_ids for query in queries], settings)
-
-    def checked(self, prompts: Sequence[tuple[int, ...]], settings: Sequence[SamplingParams]) -> list[tuple[int, int]]:
-        """As `loops`, of prompts; one run is enough where nothing is drawn."""
+        # One run is enough where nothing is drawn.
         runs = [
-            (index, prompt, replace(params, seed=seed))
-            for index, (prompt, params) in enumerate(zip(prompts, settings, strict=True))
+            (index, query.prompt_ids, replace(params, seed=seed))
+            for index, (query, params) in enumerate(zip(queries, settings, strict=True))
             for seed in ((params.seed, *SEEDS) if params.temperature > 0 else (params.seed,))
         ]
-        looped, made = [0] * len(prompts), [0] * len(prompts)
-        for (index, _, _), reply in zip(
-            runs, self.replies([run[1] for run in runs], [run[2] for run in runs]), strict=True
-        ):
+        looped, made = [0] * len(replies), [0] * len(replies)
+        again = self.replies([run[1] for run in runs], [run[2] for run in runs], tokens=tokens)
+        for (index, _, _), reply in zip(runs, again, strict=True):
             looped[index] += reply.loop is not None
             made[index] += 1
         return list(zip(looped, made, strict=True))

@@ -96,12 +96,12 @@ def precision_findings(case: LoopCase, found: Findings) -> Slices[tuple[Findings
         return found, None
     exact = yield from kept_as(parts, "fp32")
     kl = yield from _kl(case, exact)
-    looped, _ = yield from draws(case, "fp32", exact, params, {})
-    found, begin = replace(found, exact=looped, kl=kl), None
     # Where there is chance in it one draw proves little; greedily there is but one, and another reply may be chance.
-    if params.temperature > 0 and kl >= LOST:
-        if judge(found) == "precision":
-            found = yield from _both_formats(case, found, exact)
+    if kl < LOST or params.temperature == 0:
+        looped, _ = yield from draws(case, "fp32", exact, params, {})
+        found, begin = replace(found, exact=looped, kl=kl), None
+    else:
+        found, begin = (yield from _both_formats(case, replace(found, kl=kl), exact)), None
         if judge(found) != "precision" and case.begin > 0 and case.noticed <= MOST_DRAWN:
             # What the smaller format wrote before the loop may lead into it in any format.
             found, begin = (yield from _both_formats(case, found, exact, "_anew", 0)), 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.debugging.causes import cache_findings, precision_findings, sampler_findings
-from engine.debugging.loop_case import MOST_DRAWN, LoopCase, noticed_after
+from engine.debugging.loop_case import MOST_DRAWN, RUNS, LoopCase, noticed_after
 from engine.debugging.loops import find_loop, word_test
 from engine.debugging.protocol import DiagnoseQuery
 from engine.debugging.replays import check_room, kept_as
@@ -51,7 +51,8 @@ def diagnose(parts: EngineParts, query: DiagnoseQuery, audit: Mapping[str, Any] 
     loop = find_loop(query.reply_ids, is_word)
     if loop is None:
         return _report(None, "none", [], None, began)
-    check_room(parts, len(query.prompt_ids) + len(query.reply_ids) + MOST_DRAWN, caches=2)
+    history = len(query.prompt_ids) + len(query.reply_ids)
+    check_room(parts, max(2 * history, history + RUNS * MOST_DRAWN))
     kept = yield from kept_as(parts, query.kv_format or parts.kv_format)
     noticed = noticed_after(query.reply_ids, loop, is_word)
     case = LoopCase(parts, query, loop, noticed, kept, is_word)

@@ -16,8 +16,8 @@ from engine.loader import EngineParts
 from engine.protocol import Loop
 from engine.sampling.params import MAX_SEED, SamplingParams
 
-RUNS = 3
-"""Draws with other random numbers where there is chance in it."""
+RUNS = 5
+"""Draws with other random numbers, side by side, where there is chance in it."""
 SEED_STEP = 1_000_003
 MOST_DRAWN = 384
 LEAST_DRAWN = REPEATS * MAX_PERIOD
@@ -86,16 +86,11 @@ def draws(
     """
     query, runs = case.query, runs if params.temperature > 0 else 1
     begin = case.begin if begin is None else begin
-    drawn: list[Redrawn] = []
-    looped = 0
-    for run in range(runs):
-        seeded = replace(params, seed=((query.params.seed or 0) + run * SEED_STEP) % (MAX_SEED + 1))
-        before, count = query.reply_ids[:begin], case.count(begin)
-        one = yield from redraw(case.parts, kept, query.prompt_ids, before, seeded, count, case.is_word)
-        drawn.append(one)
-        looped += one.loop is not None
-        if 2 * max(looped, len(drawn) - looped) > runs:
-            break
+    seeds = [((query.params.seed or 0) + run * SEED_STEP) % (MAX_SEED + 1) for run in range(runs)]
+    settings = [replace(params, seed=seed) for seed in seeds]
+    before, count = query.reply_ids[:begin], case.count(begin)
+    drawn = yield from redraw(case.parts, kept, query.prompt_ids, before, settings, count, case.is_word)
+    looped = sum(one.loop is not None for one in drawn)
     case.evidence[:] = [item for item in case.evidence if item["run"] != name]
     case.evidence.append(_evidence(case, name, drawn, looped, changed, begin))
     return (looped, len(drawn)), drawn

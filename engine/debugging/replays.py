@@ -22,6 +22,8 @@ from kernels.kv_format import KV_FORMATS
 
 ROWS = 16
 """Tokens of a reply that are run in one slice."""
+BESIDE = 8
+"""Blocks of replays that are not full, or null blocks."""
 TakeRow = Callable[[int, Tensor], None]
 
 
@@ -48,11 +50,11 @@ def kept_as(parts: EngineParts, kv_format: str) -> Slices[KeptAs]:
     return KeptAs(spec, (yield from balance_of(parts, spec)))
 
 
-def check_room(parts: EngineParts, tokens: int, caches: int = 1) -> None:
-    """Raises `InvalidRequest` if `caches` float32 caches of so many tokens don't fit into what the budget has left."""
+def check_room(parts: EngineParts, tokens: int) -> None:
+    """Raises `InvalidRequest` if a float32 cache of so many tokens doesn't fit into what the budget has left."""
     spec = replace(parts.cache.spec, format=KV_FORMATS["fp32"])
     if spec.num_layers:
-        check_scratch(parts, caches * (-(-tokens // spec.block_size) + 1) * spec.block_bytes)
+        check_scratch(parts, (-(-tokens // spec.block_size) + BESIDE) * spec.block_bytes)
 
 
 def follow(
@@ -79,34 +81,67 @@ def redraw(
     kept: KeptAs,
     prompt: Sequence[int],
     before: Sequence[int],
-    params: SamplingParams,
+    settings: Sequence[SamplingParams],
     count: int,
     is_word: Callable[[int], bool],
-) -> Slices[Redrawn]:
-    """Draw at most `count` ids after prompt and the reply's first ids `before`, from a fresh prefill of both.
+) -> Slices[list[Redrawn]]:
+    """Draw at most `count` ids after prompt and the reply's first ids `before`, from a fresh prefill of both; once by
+    each of the settings, side by side.
 
-    The random numbers are those of the reply's tokens from there on. Raises `NonFiniteValues`.
+    The random numbers are those of the reply's tokens from there on. It ends when the first one and so many others are
+    through that most agree on whether there is a loop; what others drew by then is left out. Raises `NonFiniteValues`.
     """
-    replay = Replay(parts.model, kept.spec, len(prompt) + len(before) + count, kept.balance)
-    state, detector = SamplingState(params, prompt, parts.vocab_size), LoopDetector(is_word)
-    for token_id in before:
-        state.accept(token_id)
-        detector.push(token_id)
-    ends = frozenset() if params.ignore_eos else parts.tokenizer.eos_ids
+    length = len(prompt) + len(before)
+    replay = Replay(parts.model, kept.spec, length, kept.balance, branches=len(settings), branch_tokens=count)
+    ends = frozenset() if settings[0].ignore_eos else parts.tokenizer.eos_ids
     logits = yield from replay.slices((*prompt, *before), 1, parts.limits.mixed_batch_tokens)
-    drawn: list[int] = []
+    logits = logits[-1:].expand(len(settings), -1)
+    texts = [_Text(params, prompt, before, parts.vocab_size, is_word) for params in settings]
+    running = list(zip(texts, replay.branch(len(texts)), strict=True))
     while True:
-        found = Sampler().sample(_finite(logits)[-1:], [state]).token_ids[0]
-        assert found is not None  # it is no draft
-        token_id = found
-        if token_id in ends:
-            return Redrawn(tuple(drawn), None, True)
-        drawn.append(token_id)
-        loop = detector.push(token_id)
-        if loop is not None or len(drawn) >= count:
-            return Redrawn(tuple(drawn), loop, False)
+        found = Sampler().sample(_finite(logits), [text.state for text, _ in running]).token_ids
+        for (text, _), token_id in zip(running, found, strict=True):
+            assert token_id is not None  # it is no draft
+            text.take(token_id, ends, count)
+        running = [(text, sequence) for text, sequence in running if text.result is None]
+        done = [text.result for text in texts if text.result is not None]
+        if not running or (texts[0].result is not None and _most_agree(done, len(texts))):
+            return done
         yield
-        logits = yield from replay.slices((token_id,), 1, 1)
+        logits = replay.step([sequence for _, sequence in running], [text.drawn[-1] for text, _ in running])
+
+
+class _Text:
+    """What one sampler draws; `result` once it is through."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        before: Sequence[int],
+        vocab_size: int,
+        is_word: Callable[[int], bool],
+    ) -> None:
+        self.state, self._detector = SamplingState(params, prompt, vocab_size), LoopDetector(is_word)
+        self.drawn: list[int] = []
+        self.result: Redrawn | None = None
+        for token_id in before:
+            self.state.accept(token_id)
+            self._detector.push(token_id)
+
+    def take(self, token_id: int, ends: frozenset[int], most: int) -> None:
+        if token_id in ends:
+            self.result = Redrawn(tuple(self.drawn), None, True)
+            return
+        self.drawn.append(token_id)
+        loop = self._detector.push(token_id)
+        if loop is not None or len(self.drawn) >= most:
+            self.result = Redrawn(tuple(self.drawn), loop, False)
+
+
+def _most_agree(done: Sequence[Redrawn], total: int) -> bool:
+    looped = sum(one.loop is not None for one in done)
+    return 2 * max(looped, len(done) - looped) > total
 
 
 def distance_from_draw(logits: Tensor, state: SamplingState, token_id: int) -> float:
