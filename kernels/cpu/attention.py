@@ -176,7 +176,7 @@ def combined(sync: int, phase: int, step: int, layer: int, scratch: int) -> int:
         if part_row >= 0:
             _combine(step, layer, task, part_row, scratch)
         source, target = ir.word(step, rec.ATTENDED_OUT) + task * wide * 4, ir.word(step, rec.ROWS)
-        ir.call_4(ir.word(functions, rec.QUANTISE_ROW), source, wide, scratch, target + task * rec.row_bytes(wide))
+        ir.call_6(ir.word(functions, rec.QUANTISE_ROW), source, wide, scratch, target, rec.tiled(total), task)
         finish(sync, phase)
         task = draw(sync, phase)
     return total

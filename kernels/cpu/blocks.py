@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kernels.cpu import ir as cpu_ir
 from kernels.cpu import records as rec
+from kernels.cpu.amx import SPREAD_BYTES
 from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.panel_ir import PANEL
-from kernels.cpu.product import dots, project
+from kernels.cpu.product import dots, project, tile_product_address
 from kernels.cpu.team import team
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -47,8 +48,8 @@ class BlockMatrix:
         """The matrix as kernels take it; `bias` is the address of its float32 bias."""
         _, blocks, size = self.panels.shape
         address, kind = self.panels.ctypes.data, FORMATS[self.format]
-        words = (address, kind, blocks * size, blocks, self.rows, bias, self.scalar.ctypes.data, dots.address)
-        return np.array(words, np.int64)
+        words = (address, kind, blocks * size, blocks, self.rows, bias, self.scalar.ctypes.data)
+        return np.array((*words, dots.address, tile_product_address()), np.int64)
 
     def file_rows(self, rows: Words) -> Bytes:
         """Rows as GGUF has them, uint8 [n, bytes of a row]: what `to_panels` was given."""
@@ -143,7 +144,8 @@ def _product(matrix: BlockMatrix, x: Tensor, record: Words) -> Tensor:
     tokens, x = x.shape[0], x.contiguous()
     out = torch.empty(tokens, matrix.rows)
     rows = np.empty((rec.tiled(tokens), rec.row_bytes(matrix.columns)), np.uint8)
-    scratch = np.empty((team().size, rec.tiled(tokens) * PANEL + BLOCK), np.float32)
+    room = matrix.panels.shape[1] * SPREAD_BYTES // 4
+    scratch = np.empty((team().size, rec.tiled(tokens) * PANEL + BLOCK + room), np.float32)
     job = np.zeros(rec.JOB_WORDS, np.int64)
     job[:] = (
         record.ctypes.data,
