@@ -18,6 +18,7 @@ from kernels.cpu.amx import SPREAD_BYTES
 from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.panel_ir import PANEL
 from kernels.cpu.product import dots, project, tile_product_address
+from kernels.cpu.slabs import Slabs
 from kernels.cpu.team import team
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -27,6 +28,7 @@ FORMATS = {"Q4_0": cpu_ir.Q4_0, "Q4_1": cpu_ir.Q4_1, "Q8_0": cpu_ir.Q8_0}
 CODE_BYTES = {"Q4_0": 16, "Q4_1": 16, "Q8_0": 32}
 BLOCK = 32
 QUANTISED_AT_ONCE = 1 << 21  # weights
+_slabs = Slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def to_panels(data: Bytes, kind: str) -> Bytes:
     size = code_bytes + (4 if kind == "Q4_1" else 2)
     data = np.pad(data, ((0, -len(data) % PANEL), (0, 0))) if len(data) % PANEL else data
     eights = data.reshape(-1, PANEL, data.shape[1] // size, size)
-    panels = np.empty((len(eights), eights.shape[2], PANEL * size), np.uint8)
+    panels = _slabs.take(len(eights), eights.shape[2], PANEL * size)
     scales = (size - code_bytes) // 2
     for i in range(scales):
         panels[:, :, 16 * i : 16 * i + 16] = _in_turn(eights[..., 2 * i : 2 * i + 2], 2)
