@@ -14,6 +14,7 @@ TILE_KEYS = 64  # cached positions that are widened at a time
 PAD = 16  # floats between rows of a tile beyond their own, so that they don't fall into the same cache sets
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
 UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind the scores
+RUN_ROOM = 2 * SPLIT * 24  # bytes for where the blocks of two splits lie
 
 # Phases of a layer, in order.
 (ATTN_NORMED, Q_DONE, K_DONE, V_DONE, STORED, ATTENDED, COMBINED, O_DONE, MLP_NORMED, GATED_DONE, DOWN_DONE, PHASES) = (

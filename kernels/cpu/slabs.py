@@ -29,7 +29,7 @@ class Slabs:
         size = math.prod(shape)
         if size > SLAB // 4:
             return np.empty(shape, np.uint8)
-        slab = self._newest and self._newest()
+        slab = None if self._newest is None else self._newest()
         if slab is None or self._used + size > SLAB:
             slab = np.empty(SLAB, np.uint8)
             self._newest, self._used = weakref.ref(slab), -slab.ctypes.data % _LINE

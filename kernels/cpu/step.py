@@ -266,6 +266,6 @@ class FusedLayers:
         return max(
             self._hidden + 32,
             tiled * (PANEL + 64) + widest // 32 * SPREAD_BYTES // 4,
-            self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
+            rec.RUN_ROOM // 4 + self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
             2 * tall * gap + tall * line + rec.TILE_KEYS * gap + tall * (self._dim + 4),
         )
