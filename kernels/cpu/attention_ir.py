@@ -28,6 +28,7 @@ from kernels.cpu.ir import (
 )
 from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, parts, rest
 
+RUN_BYTES = 24  # three words (`_run`)
 MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
 
 
@@ -75,40 +76,59 @@ def _for_each_kind(b: Any, kind: Value, heads: Value, write: Callable[..., None]
                 write(b, one, number, *values)
 
 
-@emits("iiiiiiiiifiiii")
+def _run(b: Any, runs: Value, index: Value) -> list[Value]:
+    """A run of rows: where it begins, how many they are, and where what is fetched meanwhile begins."""
+    return [load(b, plus(b, plus(b, runs, index, RUN_BYTES), 8 * i), I64, 8) for i in range(3)]
+
+
+@emits("iiiiiiiiifiii")
 def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     """out[g, i] = scale * q[g] · key i, for up to MAX_HEADS heads g. Arguments: out, bytes from one row of out to the
-    next, q [heads, dim], keys, their count, bytes from one to the next, dim (a multiple of 8), scale; then for how many
-    KV heads, rows of out and q from one of these to the next, bytes from its keys to the next one's, and where what is
-    read next begins."""
-    *one, kv_heads, each, gap, ahead = values
+    next, q [heads, dim], runs of keys, their number, bytes from one key to the next, dim (a multiple of 8), scale; then
+    for how many KV heads, rows of out and q from one of these to the next, bytes from its keys to the next one's."""
+    *one, kv_heads, each, gap = values
 
-    def write(b: Any, kind: int, heads: int, out: Value, line: Value, q: Value, keys: Value, *others: Value) -> None:
-        count, _, dim, _ = others
-        with cgutils.for_range(b, kv_heads, intp=I64) as kv:
-            row = b.mul(kv.index, each)
-            own_out, own_q = b.add(out, b.mul(row, line)), plus(b, q, b.mul(row, dim), 4)
-            own_keys, near = b.add(keys, b.mul(kv.index, gap)), _share(b, ahead, kv.index, count, dim, kind)
-            _scores(b, kind, heads, near, own_out, line, own_q, own_keys, *others)
+    def write(
+        b: Any, kind: int, heads: int, out: Value, line: Value, q: Value, runs: Value, number: Value, *others: Value
+    ) -> None:
+        stride, dim, scale = others
+        place = variable(b, out)
+        b.store(out, place)
+        with cgutils.for_range(b, number, intp=I64) as loop:
+            keys, count, ahead = _run(b, runs, loop.index)
+            with cgutils.for_range(b, kv_heads, intp=I64) as kv:
+                row = b.mul(kv.index, each)
+                own_out, own_q = b.add(b.load(place), b.mul(row, line)), plus(b, q, b.mul(row, dim), 4)
+                own_keys, near = b.add(keys, b.mul(kv.index, gap)), _share(b, ahead, kv.index, count, dim, kind)
+                _scores(b, kind, heads, near, own_out, line, own_q, own_keys, count, stride, dim, scale)
+            b.store(plus(b, b.load(place), count, 4), place)
 
     _for_each_kind(b, kind, heads, write, *one)
 
 
-@emits("iiiiiiiiiiiiii")
+@emits("iiiiiiiif")
+def row_scores(b: Any, heads: Value, out: Value, line: Value, q: Value, keys: Value, *values: Value) -> None:
+    """As `scores`, of one run of float32 keys and one KV head: count, bytes from one to the next, dim, scale."""
+    for number in range(1, MAX_HEADS + 1):
+        with b.if_then(b.icmp_signed("==", heads, ir.Constant(I64, number))):
+            _scores(b, 0, number, keys, out, line, q, keys, *values)
+
+
+@emits("iiiiiiiiiiiii")
 def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
-    from one row to the next, values, their count, bytes from one to the next, dim; then for how many KV heads, rows of
-    out and weights from one of these to the next, bytes from its values to the next one's, and where what is read next
-    begins."""
-    *one, kv_heads, each, gap, ahead = values
+    from one row to the next, runs of values, their number, bytes from one value to the next, dim; then for how many KV
+    heads, rows of out and weights from one of these to the next, bytes from its values to the next one's."""
+    *one, kv_heads, each, gap = values
 
-    def write(b: Any, kind: int, heads: int, out: Value, out_line: Value, weights: Value, *others: Value) -> None:
-        line, rows, count, stride, dim = others
+    def write(
+        b: Any, kind: int, heads: int, out: Value, out_line: Value, weights: Value, line: Value, *others: Value
+    ) -> None:
         with cgutils.for_range(b, kv_heads, intp=I64) as kv:
-            row, near = b.mul(kv.index, each), _share(b, ahead, kv.index, count, dim, kind)
+            row = b.mul(kv.index, each)
             own_out, own_weights = b.add(out, b.mul(row, out_line)), b.add(weights, b.mul(row, line))
-            own_rows = b.add(rows, b.mul(kv.index, gap))
-            _accumulate(b, kind, heads, near, own_out, out_line, own_weights, line, own_rows, count, stride, dim)
+            before = b.mul(kv.index, gap)
+            _accumulate(b, kind, heads, kv.index, before, own_out, out_line, own_weights, line, *others)
 
     _for_each_kind(b, kind, heads, write, *one)
 
@@ -179,37 +199,45 @@ def _accumulate(
     b: Any,
     kind: int,
     heads: int,
-    ahead: Value,
+    kv: Value,
+    before: Value,
     out: Value,
     gap: Value,
     weights: Value,
     line: Value,
-    rows: Value,
-    count: Value,
+    runs: Value,
+    number: Value,
     stride: Value,
     dim: Value,
 ) -> None:
+    """Of KV head `kv`, whose values begin `before` bytes behind those of the first."""
     size = SIZES[kind]
 
-    def columns(channel: Value, number: int, width: int) -> None:
-        """`number` vectors of `width` sums: those of one vector wait for each other, those of several do not."""
+    def columns(channel: Value, number_of: int, width: int) -> None:
+        """So many vectors of `width` sums: those of one vector wait for each other, those of several do not."""
         lanes = ir.VectorType(F32, width)
-        own = [b.add(channel, ir.Constant(I64, width * i)) for i in range(number)]
+        own = [b.add(channel, ir.Constant(I64, width * i)) for i in range(number_of)]
         places = [[b.add(plus(b, out, i, 4), b.mul(gap, ir.Constant(I64, g))) for i in own] for g in range(heads)]
         totals = [[variable(b, constant(0.0, lanes)) for _ in own] for _ in range(heads)]
         pairs = [pair for g in range(heads) for pair in zip(places[g], totals[g], strict=True)]
         for place, total in pairs:
             b.store(load(b, place, lanes), total)
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            row = b.add(rows, b.mul(loop.index, stride))
-            values = [load_kv(b, plus(b, row, i, size), kind, width) for i in own]
-            for g in range(heads):
-                at = b.add(plus(b, weights, loop.index, 4), b.mul(line, ir.Constant(I64, g)))
-                weight = splat(b, load(b, at, F32), width)
-                for value, total in zip(values, totals[g], strict=True):
-                    b.store(fma(b, weight, value, b.load(total)), total)
-            read = b.add(b.mul(channel, count), b.mul(loop.index, ir.Constant(I64, width * number)))
-            _bring(b, plus(b, ahead, read, size), width * number * size)
+        first = variable(b, weights)
+        b.store(weights, first)
+        with cgutils.for_range(b, number, intp=I64) as run:
+            rows, count, ahead = _run(b, runs, run.index)
+            near, rows = _share(b, ahead, kv, count, dim, kind), b.add(rows, before)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                row = b.add(rows, b.mul(loop.index, stride))
+                values = [load_kv(b, plus(b, row, i, size), kind, width) for i in own]
+                for g in range(heads):
+                    at = b.add(plus(b, b.load(first), loop.index, 4), b.mul(line, ir.Constant(I64, g)))
+                    weight = splat(b, load(b, at, F32), width)
+                    for value, total in zip(values, totals[g], strict=True):
+                        b.store(fma(b, weight, value, b.load(total)), total)
+                read = b.add(b.mul(channel, count), b.mul(loop.index, ir.Constant(I64, width * number_of)))
+                _bring(b, plus(b, near, read, size), width * number_of * size)
+            b.store(plus(b, b.load(first), count, 4), first)
         for place, total in pairs:
             store(b, b.load(total), place)
 

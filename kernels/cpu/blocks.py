@@ -14,9 +14,11 @@ from torch import Tensor
 
 from kernels.cpu import ir as cpu_ir
 from kernels.cpu import records as rec
+from kernels.cpu.amx import SPREAD_BYTES
 from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.panel_ir import PANEL
-from kernels.cpu.product import dots, project
+from kernels.cpu.product import dots, project, tile_product_address
+from kernels.cpu.slabs import Slabs
 from kernels.cpu.team import team
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,6 +28,7 @@ FORMATS = {"Q4_0": cpu_ir.Q4_0, "Q4_1": cpu_ir.Q4_1, "Q8_0": cpu_ir.Q8_0}
 CODE_BYTES = {"Q4_0": 16, "Q4_1": 16, "Q8_0": 32}
 BLOCK = 32
 QUANTISED_AT_ONCE = 1 << 21  # weights
+_slabs = Slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class BlockMatrix:
         """The matrix as kernels take it; `bias` is the address of its float32 bias."""
         _, blocks, size = self.panels.shape
         address, kind = self.panels.ctypes.data, FORMATS[self.format]
-        words = (address, kind, blocks * size, blocks, self.rows, bias, self.scalar.ctypes.data, dots.address)
-        return np.array(words, np.int64)
+        words = (address, kind, blocks * size, blocks, self.rows, bias, self.scalar.ctypes.data)
+        return np.array((*words, dots.address, tile_product_address()), np.int64)
 
     def file_rows(self, rows: Words) -> Bytes:
         """Rows as GGUF has them, uint8 [n, bytes of a row]: what `to_panels` was given."""
@@ -72,7 +75,7 @@ def to_panels(data: Bytes, kind: str) -> Bytes:
     size = code_bytes + (4 if kind == "Q4_1" else 2)
     data = np.pad(data, ((0, -len(data) % PANEL), (0, 0))) if len(data) % PANEL else data
     eights = data.reshape(-1, PANEL, data.shape[1] // size, size)
-    panels = np.empty((len(eights), eights.shape[2], PANEL * size), np.uint8)
+    panels = _slabs.take(len(eights), eights.shape[2], PANEL * size)
     scales = (size - code_bytes) // 2
     for i in range(scales):
         panels[:, :, 16 * i : 16 * i + 16] = _in_turn(eights[..., 2 * i : 2 * i + 2], 2)
@@ -143,7 +146,8 @@ def _product(matrix: BlockMatrix, x: Tensor, record: Words) -> Tensor:
     tokens, x = x.shape[0], x.contiguous()
     out = torch.empty(tokens, matrix.rows)
     rows = np.empty((rec.tiled(tokens), rec.row_bytes(matrix.columns)), np.uint8)
-    scratch = np.empty((team().size, rec.tiled(tokens) * PANEL + BLOCK), np.float32)
+    room = matrix.panels.shape[1] * SPREAD_BYTES // 4
+    scratch = np.empty((team().size, rec.tiled(tokens) * PANEL + BLOCK + room), np.float32)
     job = np.zeros(rec.JOB_WORDS, np.int64)
     job[:] = (
         record.ctypes.data,

@@ -55,7 +55,7 @@ def finish_step(sync: int, step: int, scratch: int) -> None:
     task = draw(sync, rec.HEAD_ROWS)
     while task < count:
         source = ir.word(step, rec.OUT) + ir.word(ir.word(step, rec.LOGIT_ROWS), task) * hidden * 4
-        ir.call_4(ir.word(functions, rec.QUANTISE_ROW), source, hidden, work, rows + task * rec.row_bytes(hidden))
+        ir.call_6(ir.word(functions, rec.QUANTISE_ROW), source, hidden, work, rows, rec.tiled(count), task)
         finish(sync, rec.HEAD_ROWS)
         task = draw(sync, rec.HEAD_ROWS)
     wait(sync, rec.HEAD_ROWS, count)

@@ -212,7 +212,8 @@ def load_acquire(b: Any, address: Value) -> Value:
 def prefetch_line(b: Any, address: Value) -> None:
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(I32, value) for value in (0, 3, 1)]  # to be read, into the nearest cache, data
+    # To be read, into the second cache, data: to the nearest one too few lines can be on their way.
+    options = [ir.Constant(I32, value) for value in (0, 2, 1)]
     b.call(function, [b.inttoptr(address, I8.as_pointer()), *options])
 
 

@@ -4,7 +4,7 @@ A panel is eight rows of a weight matrix, block by block of 32 columns: eight fl
 the codes in steps of four columns, 32 bytes of [row, column] each. Four-bit codes lie two to a byte, step k low and
 k + 4 high. A panel takes the bytes of its rows in a GGUF file.
 
-A row of activations is int8 codes [columns padded], then per block float32 scales, then per block scale * sum of codes.
+Activations are int8 codes [rows, columns padded], then float32 [blocks, rows, 2]: scale, and scale * sum of codes.
 What a block contributes is an exact integer before it meets its scales, so a result depends neither on the processor's
 word length nor on other rows of the batch.
 """
@@ -48,7 +48,7 @@ PANEL = 8
 PANEL_BYTES = tuple(PANEL * size for size in (18, 20, 34))
 TOKEN_TILE = 4
 STEPS = 8  # of four columns in a block
-AHEAD = 2048  # bytes of weights that are asked for before they are needed; a processor's own guesses end with a page
+AHEAD = 4096  # bytes of weights that are asked for before they are needed; a processor's own guesses end with a page
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 _AVX2 = llvmlite.binding.get_process_triple().startswith("x86_64")
 _FEATURES = llvmlite.binding.get_host_cpu_features()
@@ -104,7 +104,7 @@ def _sizes(b: Any, values: Value) -> Value:
     return b.select(b.icmp_signed("<", values, constant(0, BYTES)), b.neg(values), values)
 
 
-def _eight_halves(b: Any, address: Value) -> Value:
+def eight_halves(b: Any, address: Value) -> Value:
     return b.fpext(load(b, address, ir.VectorType(F16, 8)), V8)
 
 
@@ -142,11 +142,11 @@ def _byte_sums(b: Any, codes: Value, xs: list[Value]) -> list[Value]:
 
 
 def _panel(fmt: int, tokens: int) -> Any:
-    @emits("iiiii")
-    def panel(b: Any, weights: Value, blocks: Value, x: Value, x_stride: Value, out: Value) -> None:
-        """out float32 [tokens, 8] = rows of a panel · rows of activations, `x_stride` bytes apart."""
-        rows = [b.add(x, b.mul(x_stride, ir.Constant(I64, t))) for t in range(tokens)]
-        scales_at = b.mul(blocks, ir.Constant(I64, 32))
+    @emits("iiiiii")
+    def panel(b: Any, weights: Value, blocks: Value, x: Value, x_scales: Value, gap: Value, out: Value) -> None:
+        """out float32 [tokens, 8] = rows of a panel · rows of activations: codes at `x`, and scales and sums, `gap`
+        bytes from those of a block to the next block's."""
+        rows = [plus(b, x, b.mul(blocks, ir.Constant(I64, t)), 32) for t in range(tokens)]
         totals = [variable(b, constant(0.0, V8)) for _ in range(tokens)]
         for total in totals:
             b.store(constant(0.0, V8), total)
@@ -157,18 +157,18 @@ def _panel(fmt: int, tokens: int) -> Any:
             codes = plus(b, record, 32 if fmt == Q4_1 else 16)
             xs = [plus(b, row, loop.index, 32) for row in rows]
             sums = (_byte_sums if fmt == Q8_0 else _nibble_sums)(b, codes, xs)
-            scales = _eight_halves(b, record)
+            scales = eight_halves(b, record)
             minima = None
             if fmt == Q4_1:
-                minima = _eight_halves(b, plus(b, record, 16))
+                minima = eight_halves(b, plus(b, record, 16))
             elif fmt == Q4_0:
                 minima = b.fmul(scales, constant(-8.0, V8))
-            for row, total, codes_sum in zip(rows, totals, sums, strict=True):
-                own = plus(b, b.add(row, scales_at), loop.index, 4)
+            for t, (total, codes_sum) in enumerate(zip(totals, sums, strict=True)):
+                own = plus(b, b.add(x_scales, b.mul(gap, loop.index)), 8 * t)
                 scale = b.fmul(scales, splat(b, load(b, own, F32), 8))
                 value = fma(b, b.sitofp(codes_sum, V8), scale, b.load(total))
                 if minima is not None:
-                    whole = load(b, plus(b, own, blocks, 4), F32)
+                    whole = load(b, plus(b, own, 4), F32)
                     value = fma(b, minima, splat(b, whole, 8), value)
                 b.store(value, total)
         for t, total in enumerate(totals):
@@ -211,9 +211,9 @@ def _row(fmt: int) -> Any:
     return row
 
 
-@emits("iiii")
-def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Value) -> None:
-    """32 float32 of a row of activations as codes, their scale and scale * sum of codes.
+@emits("iii")
+def quantise_block(b: Any, x: Value, codes: Value, out: Value) -> None:
+    """32 float32 of a row of activations as codes, with their scale and scale * sum of codes into `out`.
 
     A NaN or an infinity among them makes the scale NaN.
     """
@@ -234,29 +234,26 @@ def quantise_block(b: Any, x: Value, codes: Value, scale_out: Value, sum_out: Va
         codes_sum = b.add(codes_sum, code)
         store(b, b.trunc(code, ir.VectorType(I8, 8)), plus(b, codes, 8 * i))
     count = b.sitofp(llvm_call(b, "llvm.vector.reduce.add.v8i32", I32, codes_sum), F32)
-    store(b, scale, scale_out)
-    store(b, b.fmul(scale, count), sum_out)
+    store(b, scale, out)
+    store(b, b.fmul(scale, count), plus(b, out, 4))
 
 
-def _outputs(b: Any, dot: Value, factor: Value, bias: Value) -> Value:
-    """dot [8] * factor + bias; an address of 0 is no bias."""
-    place = variable(b, constant(0.0, V8))
-    b.store(constant(0.0, V8), place)
-    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
-        b.store(load(b, bias, V8), place)
-    return fma(b, load(b, dot, V8), splat(b, factor, 8), b.load(place))
+def put_outputs(b: Any, dot: Value, out: Value, factor: Value, bias: Value, adds: Value) -> None:
+    """out = adds * out + dot * factor + bias, as many as `dot` has; an address of 0 is no bias."""
+    kind, nothing = dot.type, ir.Constant(I64, 0)
+    more, before = (variable(b, constant(0.0, kind)) for _ in range(2))
+    for place, address, wanted in ((more, bias, bias), (before, out, adds)):
+        b.store(constant(0.0, kind), place)
+        with b.if_then(b.icmp_signed("!=", wanted, nothing)):
+            b.store(load(b, address, kind), place)
+    value = fma(b, dot, splat(b, factor, kind.count), b.load(more))
+    store(b, b.fadd(value, b.load(before)), out)
 
 
-@emits("iifi")
-def put_panel(b: Any, out: Value, dot: Value, factor: Value, bias: Value) -> None:
-    """out float32 [8] = dot * factor + bias."""
-    store(b, _outputs(b, dot, factor, bias), out)
-
-
-@emits("iifi")
-def add_panel(b: Any, out: Value, dot: Value, factor: Value, bias: Value) -> None:
-    """out float32 [8] += dot * factor + bias."""
-    store(b, b.fadd(_outputs(b, dot, factor, bias), load(b, out, V8)), out)
+@emits("iifii")
+def put_panel(b: Any, out: Value, dot: Value, factor: Value, bias: Value, adds: Value) -> None:
+    """out float32 [8] = adds * out + dot * factor + bias."""
+    put_outputs(b, load(b, dot, V8), out, factor, bias, adds)
 
 
 @emits("iii")

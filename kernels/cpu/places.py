@@ -48,6 +48,13 @@ def layer_group(step: int, layer: int) -> int:
     return ir.word(step, rec.GROUPS) + ir.word(layer_place(step, layer), rec.GROUP) * rec.GROUP_WORDS * 8
 
 
+@compiled("int64(int64, int64, int64)")
+def block_table(step: int, layer: int, t: int) -> int:
+    """Of the sequence of token `t`."""
+    group = layer_group(step, layer)
+    return ir.word(group, rec.TABLES) + ir.word(ir.word(step, rec.SEQUENCES), t) * ir.word(group, rec.TABLE_WIDTH) * 4
+
+
 @compiled("int64(int64, int64)")
 def recent_start(group: int, position: int) -> int:
     """The first position that is in the window of a query at `position`."""

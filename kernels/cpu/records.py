@@ -14,6 +14,7 @@ TILE_KEYS = 64  # cached positions that are widened at a time
 PAD = 16  # floats between rows of a tile beyond their own, so that they don't fall into the same cache sets
 SYNC_BYTES = 128  # of a phase: ticket and count of done tasks, each in a cache line of its own
 UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind the scores
+RUN_ROOM = 2 * SPLIT * 24  # bytes for where the blocks of two splits lie
 
 # Phases of a layer, in order.
 (ATTN_NORMED, Q_DONE, K_DONE, V_DONE, STORED, ATTENDED, COMBINED, O_DONE, MLP_NORMED, GATED_DONE, DOWN_DONE, PHASES) = (
@@ -23,8 +24,8 @@ UNPACKED_ROWS = 16  # of the cache that are unpacked at a time, behind the score
 EMBEDDED, LAST_NORMED, HEAD_ROWS, HEAD_DONE, END_PHASES = range(5)
 
 # A matrix: its panels, their format, bytes of a panel and blocks of a row, rows, float32 bias (0: none), float32
-# factor, and the address of the kernel that multiplies a panel.
-ADDRESS, FORMAT, PANEL_BYTES, BLOCKS, ROWS_OUT, BIAS, FACTOR, DOT, MATRIX_WORDS = range(9)
+# factor, and the addresses of the kernels that multiply a panel, and two panels by tiles of tokens (0: none).
+ADDRESS, FORMAT, PANEL_BYTES, BLOCKS, ROWS_OUT, BIAS, FACTOR, DOT, TILE_PRODUCT, MATRIX_WORDS = range(10)
 
 # A product on its own: float32 x [tokens, columns] -> out [tokens, rows], by way of rows of activations.
 (JOB_MATRIX, JOB_X, JOB_TOKENS, JOB_COLUMNS, JOB_ROWS, JOB_OUT, JOB_FUNCTIONS) = range(7)
@@ -84,7 +85,7 @@ def padded(columns: int) -> int:
 
 @register_jitable
 def row_bytes(columns: int) -> int:
-    """Of a row of activations: a code per column, scale and sum per block."""
+    """Of activations for each row: a code per column, scale and sum per block."""
     return (columns + 31) // 32 * 40
 
 

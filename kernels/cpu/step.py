@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.cpu import kv_ir
 from kernels.cpu import records as rec
+from kernels.cpu.amx import SPREAD_BYTES
 from kernels.cpu.blocks import BlockLinear, BlockMatrix, Words
 from kernels.cpu.decode import decode
 from kernels.cpu.functions import FUNCTIONS
@@ -261,9 +262,10 @@ class FusedLayers:
         """Floats that the largest task of a thread needs."""
         tall = max(rec.TILE_ROWS, self._group) + 6
         gap, line = rec.padded(self._dim) + rec.PAD, rec.SPLIT + rec.PAD
+        widest = rec.padded(max(self._hidden, self._inner, self._heads * self._dim))
         return max(
             self._hidden + 32,
-            tiled * (PANEL + 64),
-            self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
+            tiled * (PANEL + 64) + widest // 32 * SPREAD_BYTES // 4,
+            rec.RUN_ROOM // 4 + self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
             2 * tall * gap + tall * line + rec.TILE_KEYS * gap + tall * (self._dim + 4),
         )

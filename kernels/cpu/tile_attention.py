@@ -8,7 +8,7 @@ from kernels.cpu import attention_ir, kv_ir, tile_ir
 from kernels.cpu import ir as ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
-from kernels.cpu.places import key_place, layer_group, layer_place, plane_bytes, recent_start, scale_place
+from kernels.cpu.places import block_table, key_place, layer_group, layer_place, plane_bytes, recent_start, scale_place
 from kernels.cpu.splits import MINUS_INFINITY, begin, join, soften
 
 
@@ -52,10 +52,8 @@ def widen(
 @compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _gather(step: int, layer: int, t: int, plane: int, kv: int, first: int, count: int, out: int, gap: int) -> None:
     """K or V of positions first:first + count of the sequence of token `t`."""
-    group, block_size = layer_group(step, layer), ir.word(step, rec.BLOCK_SIZE)
+    block_size, table, done = ir.word(step, rec.BLOCK_SIZE), block_table(step, layer, t), 0
     store_index = ir.word(layer_place(step, layer), rec.STORE_INDEX)
-    table = ir.word(group, rec.TABLES) + ir.word(ir.word(step, rec.SEQUENCES), t) * ir.word(group, rec.TABLE_WIDTH) * 4
-    done = 0
     while done < count:
         block, offset = ir.word32(table, (first + done) // block_size), (first + done) % block_size
         run = min(block_size - offset, count - done)
@@ -109,7 +107,7 @@ def score_tile(step: int, rows: int, queries: int, keys: int, gap: int, count: i
     dim, scale = ir.word(model, rec.DIM), ir.get(ir.word(model, rec.SCALARS), 2)
     for r in range(0, rows, attention_ir.MAX_HEADS):
         some, own, q = min(rows - r, attention_ir.MAX_HEADS), out + r * line, queries + r * dim * 4
-        attention_ir.scores(kv_ir.FP32, some, own, line, q, keys, count, gap, dim, scale, 1, 0, 0, keys)
+        attention_ir.row_scores(some, own, line, q, keys, count, gap, dim, scale)
     return 0
 
 

@@ -21,9 +21,9 @@ def loops(name, arguments):
     """Instructions of each innermost loop of an intrinsic compiled on its own."""
     import numba
 
-    from kernels.cpu import panel_ir, tile_ir
+    from kernels.cpu import amx, panel_ir, tile_ir
 
-    emitted = getattr(panel_ir, name, None) or getattr(tile_ir, name)
+    emitted = next(getattr(module, name) for module in (panel_ir, tile_ir, amx) if hasattr(module, name))
     names = ", ".join(f"a{i}" for i in range(arguments))
     scope = {"emitted": emitted}
     exec(f"def run({names}):\n    emitted({names})", scope)
@@ -56,12 +56,12 @@ def products(dots, sums, halves):
 @pytest.mark.parametrize(
     ("name", "arguments", "expected", "most"),
     [
-        ("panel_q4_1", 5, lambda: products(8, 1, 2), 60),
-        ("panel_q4_0", 5, lambda: products(8, 1, 1), 60),
-        ("tile_q4_1", 5, lambda: products(32, 4, 2), 175),
-        ("tile_q4_0", 5, lambda: products(32, 4, 1), 175),
-        ("panel_q8_0", 5, lambda: products(8, 8, 1), 75),
-        ("tile_q8_0", 5, lambda: products(32, 32, 1), 220),
+        ("panel_q4_1", 6, lambda: products(8, 1, 2), 60),
+        ("panel_q4_0", 6, lambda: products(8, 1, 1), 60),
+        ("tile_q4_1", 6, lambda: products(32, 4, 2), 175),
+        ("tile_q4_0", 6, lambda: products(32, 4, 1), 175),
+        ("panel_q8_0", 6, lambda: products(8, 8, 1), 75),
+        ("tile_q8_0", 6, lambda: products(32, 32, 1), 220),
         ("multiply", 8, lambda: {"vfmadd": 12}, 40),
     ],
 )
@@ -74,6 +74,22 @@ def test_an_inner_loop_multiplies_and_does_little_else(name, arguments, expected
     assert len(loop) / unrolled <= most
     spilled = [line for line in loop if "(%rsp" in line or "(%rbp" in line]
     assert len(spilled) / unrolled <= 12, spilled
+
+
+@pytest.mark.parametrize(("kind", "fmas"), [("q4_0", 32), ("q4_1", 32), ("q8_0", 16)])
+def test_tiles_of_whole_numbers_are_multiplied_by_the_tile_unit(kind, fmas):
+    """16 tokens by 16 columns of a block: its sums go through memory once and meet their scales there."""
+    from kernels.cpu import amx
+
+    if not amx.HAS_AMX:
+        pytest.skip("this processor has no tile registers")
+    loop = longest(f"square_{kind}", 10)
+    (dot,) = {line.split()[0] for line in loop if line.startswith("tdp")}
+    assert dot == ("tdpbssd" if kind == "q8_0" else "tdpbsud")
+    unrolled = sum(line.startswith(dot) for line in loop)
+    for mnemonic, count in (("tilestored", 1), ("vcvtdq2ps", 16), ("vfmadd", fmas)):
+        assert sum(line.startswith(mnemonic) for line in loop) == count * unrolled, mnemonic
+    assert len(loop) / unrolled <= 100
 
 
 def test_a_decode_step_is_one_call(monkeypatch, tmp_path):
