@@ -21,8 +21,8 @@ def certainty(chat: ChatService, session_id: str, message_id: str, columns: int)
     """The body of `GET /api/sessions/{id}/certainty`.
 
     Lists of at most `columns` stretches of tokens: `columns` (the first and last token of each), the mean `entropy` in
-    nats, the mean probability of the likeliest token (`top1`), and the `text`. All are empty where nothing was measured,
-    as of a reply that was imported. Raises `NotFound` and `InvalidRequest`.
+    nats, the mean probability of the likeliest token (`top1`), and the `text`. All are empty where nothing was
+    measured, as of a reply that was imported. Raises `NotFound` and `InvalidRequest`.
     """
     check_whole("columns", columns, 1, MAX_COLUMNS)
     try:
