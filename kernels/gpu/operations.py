@@ -28,9 +28,9 @@ __all__ = [
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, n] or [T, heads, n], perhaps a part of wider rows; weight [n]."""
+    """x [T, n] or [T, heads, n], of any strides; weight [n]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    norm.rms_norm(x, weight, eps, out)
+    norm.rms_norm(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, out)
     return out
 
 

@@ -16,6 +16,9 @@ REGISTER_TOLERANCE = 24
 SHARED_TOLERANCE = 2048
 WIDE_LOAD_TOLERANCE = 2
 
+TILED = {"paged_decode_kernel", "paged_prefill_kernel", "dequant_gemm_kernel"}
+"""Kernels of matrix products."""
+
 Rows = codegen_child.Rows
 
 
@@ -55,6 +58,13 @@ def test_memory_is_read_128_bits_wide(built: Rows) -> None:
         asked[file, case, arch] = row["case_wide_loads"]
     narrow = {key: (count, asked[key]) for key, count in wide.items() if count < asked[key]}
     assert not narrow, "key: (128-bit loads, at least)"
+
+
+def test_tensor_cores_multiply_where_a_card_has_what_triton_needs(built: Rows) -> None:
+    """On 7.5 a `tl.dot` would become scalar multiplications; decoding there has none."""
+    tiled = {key: row for key, row in built.items() if row["kernel"] in TILED}
+    assert {row["kernel"] for row in tiled.values()} == TILED
+    assert not {key: row["hmma"] for key, row in tiled.items() if (row["hmma"] > 0) != (int(key.split("/")[-1]) >= 80)}
 
 
 def test_loads_carry_the_cache_policies_that_cards_have(built: Rows) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models.layers import pick_format
 from kernels import dispatch
 from kernels.gpu import self_test, tuning
 from kernels.registry import OPS
@@ -56,6 +57,18 @@ def test_compiled_code_holds_the_ops_unbroken() -> None:
     out.zero_(), gated.zero_()
     traced = torch.compile(run, fullgraph=True, backend="aot_eager")(x, gate_up)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(traced, expected, strict=True))
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_activations_are_bf16_where_the_card_computes_in_it(
+    has_bf16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GTX 1650 emulates bf16, which does not count."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+    found = pick_format(torch.device("cuda"), "auto", triton=True)
+    assert found.compute_dtype is dtype and found.dtype is dtype and found.blocks and found.planes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where Triton can't run")

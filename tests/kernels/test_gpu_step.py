@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from gguf import GGMLQuantizationType
 from engine.loader import pick_kv_format
 from engine.models.registry import DecoderModel, load_model
 from kernels.gpu import tuning
+from kernels.registry import OPS
 from tests.support.batches import make_cache, make_metadata
 from tests.support.tiny_models import WINDOW_KINDS, save_gguf, save_safetensors, tiny_model
 
@@ -32,11 +36,16 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(tuning._TABLE, (name, capability), values)
 
 
-def decode(model: DecoderModel, shared: bool = False, **layers: int) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+def decode(
+    model: DecoderModel, shared: bool = False, balanced: bool = False, **layers: int
+) -> tuple[list[tuple[int, ...]], torch.Tensor]:
     """Greedy ids of both prompts decoded together after one prefill, and all logits in turn."""
     cache = make_cache(model, blocks=64, blocks_per_extent=16, **layers)
     if shared:
         object.__setattr__(cache.spec, "places", cache.spec.places[:1] * 2)
+    if balanced:
+        shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        cache.balance = 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([token for prompt in PROMPTS for token in prompt])
     items = [(0, len(prompt), table) for prompt, table in zip(PROMPTS, TABLES, strict=True)]
     logits = model.forward(tokens, cache, make_metadata(items, cache=cache))
@@ -51,6 +60,11 @@ def decode(model: DecoderModel, shared: bool = False, **layers: int) -> tuple[li
         last = model.forward(torch.tensor([row[-1] for row in ids]), cache, make_metadata(items, cache=cache))
         seen.append(last)
     return [tuple(row) for row in ids], torch.cat(seen)
+
+
+def _noted(used: set[str], name: str, launcher: Callable[..., None], *arguments: Any) -> None:
+    used.add(name)
+    launcher(*arguments)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
@@ -84,6 +98,27 @@ def test_windows_are_those_of_torch(kind: str, layers: dict[str, int], tmp_path:
     assert model._fused is not None
     ids, logits = decode(model, **layers)
     expected_ids, expected = decode(load_model(path, CPU, "float32", triton=False), **layers)
+    assert ids == expected_ids
+    assert (logits - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("qwen3", {"window": 6, "sinks": 2, "balanced": True}), ("qwen2", {"shared": True, "balanced": True})],
+    ids=["sinks", "layers at one place"],
+)
+def test_layers_that_are_run_one_by_one_say_what_they_say_together(
+    kind: str, layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of other architectures are; norms, gates and attention were plain torch."""
+    model = load_model(save_safetensors(tiny_model(kind), tmp_path), CPU, "float32", triton=True)
+    expected_ids, expected = decode(model, **layers)
+    model._fused = None
+    used: set[str] = set()
+    for name, op in OPS.items():
+        monkeypatch.setattr(op, "chosen", partial(_noted, used, name, op.launcher))
+    ids, logits = decode(model, **layers)
+    assert used >= {"rms_norm", "swiglu", "store_kv", "paged_decode", "paged_prefill", "dequant_gemv", "dequant_gemm"}
     assert ids == expected_ids
     assert (logits - expected).abs().max() < 1e-3
 

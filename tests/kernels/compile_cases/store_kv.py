@@ -27,8 +27,18 @@ def cases(arch: int) -> list[CompileCase]:
             qkv, places, places, inv_freq, 1.0, weight, weight, 1e-6, balance, False, kv_format, 3, *where, q_out, *more
         )
 
+    def keys_alone() -> None:
+        """As layers that are run one by one store them: turned, and a part of wider rows."""
+        where = PagedCache("int8", HEAD_DIM, KV_HEADS, block_size=16).where(0)[2:]
+        kv, ones = qkv[:, HEADS * HEAD_DIM :], torch.ones(KV_HEADS, HEAD_DIM)
+        none = q_out[:, :0].contiguous()
+        launch_store_kv(kv, places, places, inv_freq, 1.0, None, None, 1e-6, ones, False, "int8", 3, *where, none)
+
     formats = [plain, "int8", "int4"] + (["fp8"] if arch >= 89 else [])
     return [
         CompileCase(name, lambda name=name: store(name, norm if name == plain else None), 128, 3, 1024)
         for name in formats
-    ] + [CompileCase("int8 sinks", lambda: store("int8", norm, True), 128, 3, 1024)]
+    ] + [
+        CompileCase("int8 sinks", lambda: store("int8", norm, True), 128, 3, 1024),
+        CompileCase("keys alone", keys_alone, 128, 3, 1024),
+    ]
