@@ -55,7 +55,8 @@ def with_sentence_by_heart(engine: LocalEngine, sentence: str) -> None:
         raise ValueError(f"a token comes twice in {sentence!r}")
     model, kind = parts.model, type(parts.model)
     following = dict(zip(ids, (*ids[1:], ids[0]), strict=True))
-    rows = model.weights.embedding(torch.arange(parts.vocab_size)).float()
+    norm = model.weights.norm
+    rows = model.head(torch.eye(len(norm), dtype=norm.dtype)).float().T
     wanted = rows[[following[token_id] for token_id in ids]]
     # What raises the wanted logits and the others least, all together.
     directions = torch.linalg.solve(rows.T @ rows, wanted.T).T
