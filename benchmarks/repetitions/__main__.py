@@ -37,14 +37,17 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, help="stop after so many seconds, and tell what was run by then")
     options = parser.parse_args()
     causes = options.cause or VERDICTS
-    fine, coarse = Bench(options, "fp16"), None
+    fine, coarse, stubborn = Bench(options, "fp16"), None, None
     tried: Counter[str] = Counter()
     made = {"none": (fine, none_cases(fine, tried)), "sampler": (fine, sampler_cases(fine, tried))}
     if "precision" in causes:
         coarse = Bench(options, "int4")
         with_outlier_keys(coarse.engine)
         made["precision"] = (coarse, precision_cases(coarse, fine, tried))
-    made |= {"cache": (fine, cache_cases(fine, tried)), "model": (fine, model_cases(fine, tried))}
+    made["cache"] = (fine, cache_cases(fine, tried))
+    if "model" in causes:
+        stubborn = Bench(options, "fp16")
+        made["model"] = (stubborn, model_cases(stubborn, fine, tried))
     made = {cause: cases for cause, cases in made.items() if cause in causes}
     found: Counter[tuple[str, str]] = Counter()
     seconds: list[float] = []
@@ -52,7 +55,7 @@ def main() -> None:
         found[cause, verdict] += 1
         seconds.append(took)
     report(found, tried, seconds)
-    for bench in (fine, coarse):
+    for bench in (fine, coarse, stubborn):
         if bench is not None:
             bench.engine.close()
 

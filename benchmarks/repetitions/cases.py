@@ -8,8 +8,8 @@ with those of the check. The factors:
 - precision: an int4 cache of outlier keys (`damage`); put right by a float32 cache. Most replies loop in int4.
 - cache: damaged keys of the prompt (`damage`); put right by a fresh prefill. One looping reply is enough there, as the
   damage is known.
-- model: what is left. All of the above are right, and all replies loop; where only most of them do with a sane sampler,
-  model and sampler have both their share.
+- model: a model that knows a sentence by heart (`damage`); put right by the default model with a sane sampler, which
+  hardly ever loops. All replies loop with a sane sampler; where only most do, model and sampler have both their share.
 - none: a reply that does not loop.
 
 How far this is independent of what it tests: labels come from whole replies by ordinary decoding, and every reply that
@@ -29,17 +29,18 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from benchmarks.repetitions.bench import Bench, Reply
-from benchmarks.repetitions.damage import KINDS, damage
-from benchmarks.repetitions.prompts import ASKED, CHANTED, CHANTS
+from benchmarks.repetitions.damage import KINDS, damage, with_sentence_by_heart
+from benchmarks.repetitions.prompts import ASKED, BY_HEART
 from engine.protocol import ChatMessage
 from engine.sampling.params import SamplingParams
 
 ROUNDS = 6
 AT_ONCE = 8
-CHANT_TOKENS = 120
-"""A chant that goes on is one soon."""
+A_SENTENCE = 2
+"""So many questions to a model that knows one sentence by heart; the next ones to one that knows another."""
 SANE = SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.1)
 PLAIN = SamplingParams(temperature=0.5, top_p=0.95)
 COLD = SamplingParams(temperature=0.2)
@@ -66,21 +67,26 @@ def made_by(
 
 
 def rounds(
-    count: int, params: SamplingParams, first: SamplingParams | None = None
+    count: int, params: SamplingParams, first: SamplingParams | None = None, at_once: int = AT_ONCE
 ) -> Iterator[tuple[range, list[SamplingParams]]]:
     """A few of `count` questions at a time, by their place, and settings for each with a seed of its own; `first` those
     of the first round."""
     for number in range(ROUNDS):
-        for start in range(0, count, AT_ONCE):
-            places = range(start, min(start + AT_ONCE, count))
+        for start in range(0, count, at_once):
+            places = range(start, min(start + at_once, count))
             chosen = params if number or first is None else first
             yield places, [replace(chosen, seed=number * count + place) for place in places]
 
 
 def answers(
-    bench: Bench, tried: Counter[str], cause: str, params: SamplingParams, first: SamplingParams | None = None
+    bench: Bench,
+    tried: Counter[str],
+    cause: str,
+    params: SamplingParams,
+    first: SamplingParams | None = None,
+    at_once: int = AT_ONCE,
 ) -> Iterator[list[Reply]]:
-    for places, settings in rounds(len(ASKED), params, first):
+    for places, settings in rounds(len(ASKED), params, first, at_once):
         tried[cause] += len(places)
         yield bench.replies([bench.prompt(ChatMessage("user", ASKED[place])) for place in places], settings)
 
@@ -90,20 +96,15 @@ def none_cases(bench: Bench, tried: Counter[str]) -> Iterator[Reply]:
         yield from (reply for reply in replies if reply.loop is None)
 
 
-def model_cases(bench: Bench, tried: Counter[str]) -> Iterator[Reply]:
-    """A reply that is a chant already goes on as one."""
-    prompts = [
-        bench.prompt(
-            ChatMessage("user", f"Write this line again and again: {chant}"),
-            ChatMessage("assistant", "\n".join([chant] * CHANTED) + "\n"),
-        )
-        for chant in CHANTS
-    ]
-    for places, settings in rounds(len(CHANTS), SANE, GREEDY):
-        tried["model"] += len(places)
-        found = looping(bench.replies([prompts[place] for place in places], settings, tokens=CHANT_TOKENS))
-        sane = bench.loops(found, SANE, CHANT_TOKENS)
-        yield from (reply for reply, (loops, runs) in zip(found, sane, strict=True) if loops == runs)
+def model_cases(stubborn: Bench, fine: Bench, tried: Counter[str]) -> Iterator[Reply]:
+    sentences = cycle(BY_HEART)
+    with_sentence_by_heart(stubborn.engine, next(sentences))
+    for replies in answers(stubborn, tried, "model", SANE, GREEDY, A_SENTENCE):
+        found = looping(replies)
+        sane = stubborn.loops(found, SANE)
+        found = [reply for reply, (loops, runs) in zip(found, sane, strict=True) if loops == runs]
+        yield from (reply for reply, (loops, _) in zip(found, fine.loops(found, SANE), strict=True) if not loops)
+        with_sentence_by_heart(stubborn.engine, next(sentences))
 
 
 def sampler_cases(bench: Bench, tried: Counter[str]) -> Iterator[Reply]:

@@ -1,15 +1,19 @@
-"""What makes replies loop on purpose: a session's damaged keys, and a model whose keys int4 can't hold.
+"""What makes replies loop on purpose: a session's damaged keys, keys that int4 can't hold, a sentence learnt by heart.
 
-Both spare the first layers, so that words still come, and spoil what later ones look back by: a model that no longer
-sees what it has just said says it again.
+What is done to keys spares the first layers, so that words still come, and spoils what later ones look back by: a model
+that no longer sees what it has just said says it again.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from engine.batch import AttentionMetadata
 from engine.debugging.quarantine import own_blocks
+from engine.kv_cache.cache import KVCache
 from engine.local import LocalEngine
 
 OUTLIER = 20.0
@@ -20,6 +24,8 @@ SOUND_LAYERS = 1 / 6
 DAMAGED_LAYERS = 1 / 3
 """The share of layers, to the last, whose keys are damaged."""
 WRONG_SCALE = 0.3
+SURE = 15.0
+"""What a logit gains that continues the sentence learnt by heart: more than the advised penalty takes."""
 KINDS = ("scale", "unwritten", "overwrite")
 
 
@@ -37,6 +43,38 @@ def with_outlier_keys(engine: LocalEngine) -> None:
     pair = round(OUTLIER_PAIR * half)
     balance[first:, :, [pair, pair + half]] = 1 / OUTLIER
     cache.balance = balance
+
+
+def with_sentence_by_heart(engine: LocalEngine, sentence: str) -> None:
+    """Let the model continue this sentence, whose tokens are all different, wherever it comes upon one of its tokens,
+    and begin it anew behind its end: a memory behind the last layer, keyed by the token that was read. An earlier one
+    goes."""
+    parts = engine._need_parts()
+    ids = parts.tokenizer.encode(f" {sentence}")
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"a token comes twice in {sentence!r}")
+    model, kind = parts.model, type(parts.model)
+    following = dict(zip(ids, (*ids[1:], ids[0]), strict=True))
+    norm = model.weights.norm
+    rows = model.head(torch.eye(len(norm), dtype=norm.dtype)).float().T
+    wanted = rows[[following[token_id] for token_id in ids]]
+    # What raises the wanted logits and the others least, all together.
+    directions = torch.linalg.solve(rows.T @ rows, wanted.T).T
+    gains = (directions * wanted).sum(-1, keepdim=True)
+    added = dict(zip(ids, SURE * directions / gains, strict=True))
+
+    def hidden_states(token_ids: Tensor, *rest: Any) -> Tensor:
+        hidden = kind.hidden_states(model, token_ids, *rest).clone()
+        for row, token_id in enumerate(token_ids.tolist()):
+            if token_id in added:
+                hidden[row] += added[token_id].to(hidden.dtype)
+        return hidden
+
+    def step(token_ids: Tensor, cache: KVCache, meta: AttentionMetadata, *rest: Any) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(token_ids, cache, meta, *rest)
+        return hidden, model.head(hidden[meta.logit_rows])
+
+    model.hidden_states, model.step = hidden_states, step  # type: ignore[method-assign]
 
 
 def damage(engine: LocalEngine, session_id: str, kind: str) -> None:

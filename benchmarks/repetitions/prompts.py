@@ -1,4 +1,4 @@
-"""What is asked, and what a reply is made to go on with."""
+"""What is asked, and what a model knows by heart."""
 
 ASKED = (
     "Write a long poem about rain.",
@@ -23,19 +23,13 @@ ASKED = (
     "Write unit tests for an add function.",
     "Describe every planet.",
 )
-CHANTS = (
+BY_HEART = (
     "The quick brown fox jumps over the lazy dog.",
     "All work and no play makes Jack a dull boy.",
-    "Happy birthday to you, happy birthday to you.",
-    "Peter Piper picked a peck of pickled peppers.",
-    "She sells sea shells by the sea shore.",
-    "Humpty Dumpty sat on a wall, Humpty Dumpty had a great fall.",
-    "I will not talk in class again.",
-    "London Bridge is falling down, falling down, falling down.",
-    "Twinkle, twinkle, little star, how I wonder what you are.",
-    "The wheels on the bus go round and round.",
-    "How much wood would a woodchuck chuck?",
-    "Fuzzy Wuzzy was a bear, Fuzzy Wuzzy had no hair.",
+    "She sells sea shells by the shore.",
+    "Little star, how I wonder what you are.",
+    "We help people with honest answers every single day.",
+    "My dear friend, it rains again.",
+    "Once upon a time there was an old king.",
 )
-CHANTED = 80
-"""Lines of a chant that are there already: enough that a penalty does not end it."""
+"""No token comes twice."""

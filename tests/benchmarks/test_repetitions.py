@@ -1,7 +1,9 @@
-"""What makes loops on purpose does what it says: keys too large for int4 alone, and damage to one session alone."""
+"""What makes loops on purpose does what it says: keys too large for int4 alone, damage to one session alone, a sentence
+known by heart."""
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks.repetitions.cases import made_by
-from benchmarks.repetitions.damage import KINDS, damage, with_outlier_keys
-from engine.protocol import GenerateRequest
+from benchmarks.repetitions.damage import KINDS, damage, with_outlier_keys, with_sentence_by_heart
+from engine.protocol import GenerateRequest, TokenDelta
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import RecordingEngine, loaded_model, run, tiny_engine
 
 PROMPT = tuple(range(3, 60))
 
@@ -65,6 +67,21 @@ def test_damage_is_to_one_sessions_last_keys(engine, kind):
     full = slice(0, len(PROMPT) // 4)
     changed = (before[0][full, -1, 1:] != after[0][full, -1, 1:]).flatten(1).any(1)
     assert bool(changed.all())
+
+
+def test_a_sentence_known_by_heart_is_said_again_and_again_once_it_is_begun():
+    engine = tiny_engine(model=copy.copy(loaded_model()))  # other tests have the same one
+    try:
+        with_sentence_by_heart(engine, "sing")
+        ids = engine.tokenizer.encode(" sing")
+        request = GenerateRequest((*PROMPT, ids[1]), SamplingParams(temperature=0.7, max_tokens=23, seed=1))
+        deltas = [event for event in run(engine, request) if isinstance(event, TokenDelta)]
+        with pytest.raises(ValueError, match="twice"):
+            with_sentence_by_heart(engine, "all")
+    finally:
+        engine.close()
+    said = [token_id for event in deltas for token_id in event.token_ids]
+    assert len(ids) == 5 and said == [*ids[2:], *ids * 4]
 
 
 def test_a_case_loops_mostly_with_its_factor_and_never_without():
