@@ -26,15 +26,10 @@ from kernels.cpu.ir import (
     store,
     variable,
 )
-from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, parts, rest
+from kernels.cpu.kv_ir import SIZES, WIDE_KINDS, load_kv, padded, parts, rest
 
 RUN_BYTES = 24  # three words (`_run`)
 MAX_HEADS = 3  # that are scored together: four times as many sums fill the registers
-
-
-def _padded(b: Any, eight: Value) -> Value:
-    """A vector of 8 in one of WIDTH, whose other lanes are 0."""
-    return b.shuffle_vector(eight, constant(0.0, V8), ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH))))
 
 
 def _sums_of_four(b: Any, vectors: list[Value]) -> Value:
@@ -106,14 +101,6 @@ def scores(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     _for_each_kind(b, kind, heads, write, *one)
 
 
-@emits("iiiiiiiif")
-def row_scores(b: Any, heads: Value, out: Value, line: Value, q: Value, keys: Value, *values: Value) -> None:
-    """As `scores`, of one run of float32 keys and one KV head: count, bytes from one to the next, dim, scale."""
-    for number in range(1, MAX_HEADS + 1):
-        with b.if_then(b.icmp_signed("==", heads, ir.Constant(I64, number))):
-            _scores(b, 0, number, keys, out, line, q, keys, *values)
-
-
 @emits("iiiiiiiiiiiii")
 def accumulate(b: Any, kind: Value, heads: Value, *values: Value) -> None:
     """out[g] += sum over i of weights[g, i] * value i. Arguments: out, bytes from one row to the next, weights, bytes
@@ -177,7 +164,7 @@ def _scores(
             read = b.add(b.mul(first, dim), b.mul(channel, ir.Constant(I64, number)))
             _bring(b, plus(b, ahead, read, size), WIDTH * number * size)
         with rest(b, dim) as channel:
-            add(channel, lambda at: _padded(b, load(b, at, V8)), lambda at: _padded(b, load_kv(b, at, kind)))
+            add(channel, lambda at: padded(b, load(b, at, V8)), lambda at: padded(b, load_kv(b, at, kind)))
         return [[b.load(total) for total in row] for row in totals]
 
     fours = b.lshr(count, ir.Constant(I64, 2))

@@ -69,6 +69,11 @@ def rest(b: Any, dim: Value) -> Iterator[Value]:
         yield channel
 
 
+def padded(b: Any, eight: Value) -> Value:
+    """A vector of 8 in one of WIDTH, whose other lanes are 0."""
+    return b.shuffle_vector(eight, constant(0.0, V8), ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH))))
+
+
 def _widen(kind: int) -> Any:
     size = SIZES[kind]
 

@@ -18,6 +18,7 @@ from kernels.cpu.decode import decode
 from kernels.cpu.functions import FUNCTIONS
 from kernels.cpu.items import Items, group_records, plan_items
 from kernels.cpu.panel_ir import PANEL
+from kernels.cpu.slabs import aligned_zeros
 from kernels.cpu.team import team
 from kernels.interface import BatchMetadata, PagedStore
 from kernels.kv_format import KV_FORMATS
@@ -230,14 +231,14 @@ class FusedLayers:
 
     def _make(self, tokens: int, split_tokens: int, splits: int, groups: int) -> _Buffers:
         wide, tiled = self._heads * self._dim, rec.tiled(tokens)
-        x, out = (np.zeros((tokens, self._hidden), np.float32) for _ in range(2))
-        rows = np.zeros((tiled, rec.row_bytes(max(self._hidden, wide))), np.uint8)
-        act = np.zeros((tiled, rec.row_bytes(self._inner)), np.uint8)
-        qkv = np.zeros((tokens, self._layers[0].qkv.rows), np.float32)
-        attended, sink_q = (np.zeros((tokens, self._heads, self._dim), np.float32) for _ in range(2))
-        parts = np.zeros((split_tokens, self._heads, splits, self._dim + 2), np.float32)
+        x, out = (aligned_zeros((tokens, self._hidden), np.float32) for _ in range(2))
+        rows = aligned_zeros((tiled, rec.row_bytes(max(self._hidden, wide))), np.uint8)
+        act = aligned_zeros((tiled, rec.row_bytes(self._inner)), np.uint8)
+        qkv = aligned_zeros((tokens, self._layers[0].qkv.rows), np.float32)
+        attended, sink_q = (aligned_zeros((tokens, self._heads, self._dim), np.float32) for _ in range(2))
+        parts = aligned_zeros((split_tokens, self._heads, splits, self._dim + 2), np.float32)
         angles = (1 + groups) * tokens * self._dim
-        scratch = np.zeros((team().size, rec.padded(angles + self._work(tiled)) + 32), np.float32)
+        scratch = aligned_zeros((team().size, rec.padded(angles + self._work(tiled)) + 32), np.float32)
         words = np.zeros(rec.STEP_WORDS, np.int64)
         words[: rec.SINK_Q + 1] = (
             self._model.ctypes.data,
@@ -267,5 +268,9 @@ class FusedLayers:
             self._hidden + 32,
             tiled * (PANEL + 64) + widest // 32 * SPREAD_BYTES // 4,
             rec.RUN_ROOM // 4 + self._heads * rec.SPLIT + rec.UNPACKED_ROWS * self._dim,
-            2 * tall * gap + tall * line + rec.TILE_KEYS * gap + tall * (self._dim + 4),
+            2 * tall * gap
+            + tall * line
+            + rec.TILE_KEYS * gap
+            + self._dim * (rec.TILE_KEYS + rec.PAD)
+            + tall * (self._dim + 4),
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu import attention_ir, kv_ir, tile_ir
 from kernels.cpu import ir as ir
+from kernels.cpu import kv_ir, tile_ir
 from kernels.cpu import records as rec
 from kernels.cpu.compile import by_address, compiled
 from kernels.cpu.places import block_table, key_place, layer_group, layer_place, plane_bytes, recent_start, scale_place
@@ -97,17 +97,18 @@ def _end(step: int, first: int, rows: int, kv: int, out: int, pairs: int, gap: i
             ir.put(target, i, ir.get(out + r * gap, i))
 
 
-@by_address(7)
-def score_tile(step: int, rows: int, queries: int, keys: int, gap: int, count: int, out: int) -> int:
-    """out [rows, count] = scale * queries [rows, dim] · keys [count, dim], `gap` bytes apart.
+@by_address(8)
+def score_tile(step: int, rows: int, queries: int, keys: int, line: int, columns: int, out: int, room: int) -> int:
+    """out [rows, columns] = scale * queries [rows, dim] · turned keys [dim, columns], `line` bytes apart; whole tiles.
 
     A function of its own, as the next one is: inside a large one the sums would not all stay in registers.
     """
-    model, line = ir.word(step, rec.MODEL), (rec.SPLIT + rec.PAD) * 4
+    model, out_line = ir.word(step, rec.MODEL), (rec.SPLIT + rec.PAD) * 4
     dim, scale = ir.word(model, rec.DIM), ir.get(ir.word(model, rec.SCALARS), 2)
-    for r in range(0, rows, attention_ir.MAX_HEADS):
-        some, own, q = min(rows - r, attention_ir.MAX_HEADS), out + r * line, queries + r * dim * 4
-        attention_ir.row_scores(some, own, line, q, keys, count, gap, dim, scale)
+    for r in range(0, rows, tile_ir.ROWS):
+        for i in range(0, columns, tile_ir.COLUMNS):
+            own, target = queries + r * dim * 4, out + r * out_line + i * 4
+            tile_ir.score(own, dim * 4, keys + i * 4, line, target, out_line, dim, scale, room)
     return 0
 
 
@@ -127,7 +128,7 @@ def add_values(rows: int, weights: int, values: int, out: int, gap: int, columns
 def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch: int) -> int:
     """Tokens first:first + count, of one sequence, over what they see; one KV head. No group of layers has sinks.
 
-    Scratch: sums of values, those of a split, scores, keys or values, queries, pairs of the sums and of the split."""
+    Scratch: sums of values, those of a split, scores, keys or values, keys turned, queries, pairs of both sums."""
     model, group, positions = ir.word(step, rec.MODEL), layer_group(step, layer), ir.word(step, rec.POSITIONS)
     each, dim = ir.word(model, rec.HEADS) // ir.word(model, rec.KV_HEADS), ir.word(model, rec.DIM)
     rows, wide, functions = count * each, rec.padded_to(dim, tile_ir.COLUMNS), ir.word(model, rec.FUNCTIONS)
@@ -135,7 +136,8 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
     part = scratch + tall * gap
     scores = part + tall * gap
     kept = scores + tall * line
-    queries = kept + rec.TILE_KEYS * gap
+    turned, turned_line = kept + rec.TILE_KEYS * gap, (rec.TILE_KEYS + rec.PAD) * 4
+    queries = turned + dim * turned_line
     pairs = queries + tall * dim * 4
     part_pairs = pairs + tall * 8
     _begin(step, first, rows, kv, queries, scratch, pairs, gap)
@@ -144,11 +146,14 @@ def attend_tile(step: int, layer: int, first: int, count: int, kv: int, scratch:
     for base in range(start // rec.SPLIT * rec.SPLIT, end, rec.SPLIT):
         low, high = max(base, start), min(base + rec.SPLIT, end)
         whole = rec.padded_to(high - base, ir.WIDTH)
-        for key in range(low, high, rec.TILE_KEYS):
-            found = min(rec.TILE_KEYS, high - key)
-            _gather(step, layer, first, 0, kv, key, found, kept, gap)
-            run, own = ir.word(functions, rec.SCORE_TILE), scores + (key - base) * 4
-            ir.call_7(run, step, rows, queries, kept, gap, found, own)
+        for key in range(base, high, rec.TILE_KEYS):
+            # What lies in a tile beside the keys is scored with them, and hidden.
+            begins, ends = max(key, low), min(key + rec.TILE_KEYS, high)
+            if begins < ends:
+                _gather(step, layer, first, 0, kv, begins, ends - begins, kept + (begins - key) * gap, gap)
+                tile_ir.turn(kept, gap, rec.TILE_KEYS, dim, turned, turned_line)
+                run, own = ir.word(functions, rec.SCORE_TILE), scores + (key - base) * 4
+                ir.call_8(run, step, tall, queries, turned, turned_line, rec.TILE_KEYS, own, kept)
         for r in range(rows):
             own = scores + r * line
             if base < all_from or base + whole > all_to:

@@ -9,6 +9,7 @@ from numba.core import cgutils, types
 
 from kernels.cpu.ir import (
     F32,
+    I32,
     I64,
     V8,
     WIDE,
@@ -24,6 +25,7 @@ from kernels.cpu.ir import (
     store,
     variable,
 )
+from kernels.cpu.kv_ir import padded, parts, rest
 
 ROWS, COLUMNS = 6, 2 * WIDTH  # of a product that is held in registers: twelve sums, two rows of b, a value of a
 
@@ -64,6 +66,94 @@ def multiply(
     for row, addresses in zip(sums, places, strict=True):
         for total, address in zip(row, addresses, strict=True):
             store(b, b.load(total), address)
+
+
+def _turned(b: Any, rows: list[Value]) -> list[Value]:
+    """As many vectors as they have lanes, with rows and lanes exchanged."""
+    count, step = len(rows), 1
+    lanes = range(count)
+    while step < count:
+        low = ir.Constant(ir.VectorType(I32, count), [count + j - step if j & step else j for j in lanes])
+        high = ir.Constant(ir.VectorType(I32, count), [count + j if j & step else j + step for j in lanes])
+        for i in (i for i in lanes if not i & step):
+            pair = rows[i], rows[i + step]
+            rows[i], rows[i + step] = b.shuffle_vector(*pair, low), b.shuffle_vector(*pair, high)
+        step *= 2
+    return rows
+
+
+@emits("iiiiii")
+def turn(b: Any, rows: Value, gap: Value, count: Value, dim: Value, out: Value, line: Value) -> None:
+    """out [dim, count] = rows [count, dim] turned, float32, `line` and `gap` bytes apart; count a multiple of WIDTH."""
+    with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, WIDTH)), intp=I64) as loop:
+        first = b.mul(loop.index, ir.Constant(I64, WIDTH))
+        places = [b.add(rows, b.mul(gap, b.add(first, ir.Constant(I64, i)))) for i in range(WIDTH)]
+
+        def put(channel: Value, vectors: list[Value], wanted: int) -> None:
+            for i, vector in enumerate(_turned(b, vectors)[:wanted]):
+                target = b.add(out, b.mul(line, b.add(channel, ir.Constant(I64, i))))
+                store(b, vector, plus(b, target, first, 4))
+
+        with parts(b, dim, WIDTH) as channel:
+            put(channel, [load(b, plus(b, place, channel, 4), WIDE) for place in places], WIDTH)
+        with rest(b, dim) as channel:
+            put(channel, [padded(b, load(b, plus(b, place, channel, 4), V8)) for place in places], 8)
+
+
+@emits("iiiiiiifi")
+def score(
+    b: Any,
+    queries: Value,
+    gap: Value,
+    keys: Value,
+    line: Value,
+    out: Value,
+    out_line: Value,
+    dim: Value,
+    scale: Value,
+    room: Value,
+) -> None:
+    """out [6, COLUMNS] = scale * queries [6, dim] · turned keys [dim, COLUMNS]; float32, strides in bytes.
+
+    Summed as `attention_ir` does: WIDTH sums of every WIDTH-th product, for which there is `room`, then sums of
+    neighbours, of these, and of halves."""
+    size, number = 4 * WIDTH, 2 * ROWS
+    rows = [b.add(queries, b.mul(gap, ir.Constant(I64, r))) for r in range(ROWS)]
+    sums = [variable(b, constant(0.0, WIDE)) for _ in range(number)]
+
+    def add(channel: Value) -> None:
+        own = b.add(keys, b.mul(line, channel))
+        values = [load(b, plus(b, own, size * c), WIDE) for c in range(2)]
+        for r, row in enumerate(rows):
+            factor = splat(b, load(b, plus(b, row, channel, 4), F32), WIDTH)
+            for total, value in zip(sums[2 * r : 2 * r + 2], values, strict=True):
+                b.store(fma(b, factor, value, b.load(total)), total)
+
+    with cgutils.for_range(b, ir.Constant(I64, WIDTH), intp=I64) as lane:
+        for total in sums:
+            b.store(constant(0.0, WIDE), total)
+        with parts(b, dim, WIDTH) as channel:
+            add(b.add(channel, lane.index))
+        if WIDTH > 8:
+            with b.if_then(b.icmp_signed("<", lane.index, ir.Constant(I64, 8))), rest(b, dim) as channel:
+                add(b.add(channel, lane.index))
+        for i, total in enumerate(sums):
+            store(b, b.load(total), plus(b, plus(b, room, lane.index, number * size), size * i))
+
+    def tree(place: Value, lanes: list[int]) -> Value:
+        if len(lanes) == 1:
+            return load(b, plus(b, place, lanes[0] * number * size), WIDE)
+        half = len(lanes) // 2
+        # With a flag of its own a sum does not get those that let LLVM change the order.
+        return b.fadd(tree(place, lanes[:half]), tree(place, lanes[half:]), flags=["nsz"])
+
+    fours = sorted(range(0, WIDTH, 4), key=lambda four: (four // 4 % (WIDTH // 8), four))
+    lanes = [four + i for four in fours for i in range(4)]
+    with cgutils.for_range(b, ir.Constant(I64, ROWS), intp=I64) as row:
+        for c in range(2):
+            total = tree(plus(b, plus(b, room, row.index, 2 * size), c * size), lanes)
+            target = plus(b, b.add(out, b.mul(out_line, row.index)), c * size)
+            store(b, b.fmul(total, splat(b, scale, WIDTH)), target)
 
 
 @emits("ii", types.float32)
