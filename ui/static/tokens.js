@@ -63,7 +63,8 @@ export class Tokens {
     this.key = key;
     this.loop = reply?.loop ?? null;
     if (reply?.live) setText(this.note, "The reply is still being written.");
-    if (key) this.load(this.wanted?.key === key ? this.wanted.index : 0);
+    if (reply?.error && !reply.html) setText(this.note, "No token was written.");
+    else if (key) this.load(this.wanted?.key === key ? this.wanted.index : 0);
   }
 
   // Choose one token, of a reply that may still have to be shown.
