@@ -211,7 +211,8 @@ export class Tokens {
   }
 
   async readProbe() {
-    const model = this.tab.page.panel.facts.model ?? {};
+    const { app, panel } = this.tab.page;
+    const model = panel.facts.model ?? app?.model ?? {}; // the panel may not have been read yet
     fillOptions(this.layer, model.num_layers ?? 0);
     fillOptions(this.head, model.num_kv_heads ?? 0);
     const row = this.rows.find((item) => item.index === this.chosen);
