@@ -117,6 +117,23 @@ def test_where_the_system_tells_nothing_the_remainder_says_so(monkeypatch):
     assert reading["unexplained"] == reading["rss"] - 1000
 
 
+@pytest.mark.parametrize(
+    ("resident", "heaps", "taken"),
+    [
+        ([1000, 1003], [0] * 3, 1003),
+        ([1000, 1100, 1100, 1104], [0] * 6, 1104),
+        ([1000, 1001, 1002, 1003], [300, 500, 400, 400, 400, 400], 1003),
+        ([1000, 1100, 1100, 1130, 1130, 1200], [0] * 9, 1130),
+    ],
+)
+def test_a_reading_during_which_memory_changed_is_taken_again(monkeypatch, resident, heaps, taken):
+    told, used = iter(resident), iter(heaps)
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: next(told))
+    monkeypatch.setattr(process_memory, "heap", lambda: process_memory.Heap(next(used), 0, 0))
+    assert memory_watch.measure(Holdings())["rss"] == taken
+    assert list(told) == list(used) == [], "and no more often than that"
+
+
 def test_history_keeps_the_whole_run_in_so_many_points(monkeypatch):
     monkeypatch.setattr(memory_watch, "MOST_POINTS", 8)
     watch, parts = MemoryWatch(Holdings), dict.fromkeys(set(memory_watch.SHOWN) - {"rss", "unexplained"}, 0)

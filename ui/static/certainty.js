@@ -27,20 +27,28 @@ export class Certainty {
 
   refresh() {
     document.body.classList.toggle("kv-certainty", this.always.checked || this.page.debug.visible());
+    const ready = this.page.app?.status === "ok";
+    if (ready && !this.ready) this.page.chat.thread.querySelectorAll(".certainty").forEach((root) => this.watch(root));
+    this.ready = ready;
+  }
+
+  // Tells at once, too, whether it is on screen.
+  watch(root) {
+    this.observer ??= new IntersectionObserver((seen) => seen.forEach((item) => item.isIntersecting && item.target.strip.read()), { root: this.page.chat.log });
+    this.observer.unobserve(root);
+    this.observer.observe(root);
   }
 
   // The strip of a message of the conversation, which is asked for once it is on screen.
   attach(node, entry) {
     if (entry.role !== "assistant") return;
-    this.observer ??= new IntersectionObserver((seen) => seen.forEach((item) => item.isIntersecting && item.target.strip.read()), { root: this.page.chat.log });
     const strip = node.strip ??= new Strip(this.page, node);
-    if (strip.entry?.live === entry.live && strip.entry) {
+    if (strip.entry && strip.entry.live === entry.live) {
       strip.entry = entry;
       return;
     }
     strip.show(entry);
-    this.observer.unobserve(strip.root);
-    this.observer.observe(strip.root);
+    this.watch(strip.root);
   }
 }
 
@@ -61,7 +69,7 @@ class Strip {
 
   async read() {
     const { entry } = this;
-    if (this.asked || entry.live) return;
+    if (this.asked || entry.live || this.page.app?.status !== "ok") return;
     this.asked = true;
     try {
       const found = await certainty(this.page.session, { message_id: entry.id, columns: COLUMNS });

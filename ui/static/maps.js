@@ -6,7 +6,7 @@ import { Heat, stretch } from "./heat.js";
 import { cacheMap, cachedValues } from "./net.js";
 
 const WHAT = {
-  k_norm: "norms of keys", v_norm: "norms of values", k_similarity: "likeness of neighbouring keys", v_similarity: "likeness of neighbouring values",
+  k_norm: "norms of keys", v_norm: "norms of values", k_similarity: "likeness of keys", v_similarity: "likeness of values",
 };
 const COLUMNS = 192;
 const ALIKE = 0.99999;

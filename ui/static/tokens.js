@@ -63,7 +63,8 @@ export class Tokens {
     this.key = key;
     this.loop = reply?.loop ?? null;
     if (reply?.live) setText(this.note, "The reply is still being written.");
-    if (key) this.load(this.wanted?.key === key ? this.wanted.index : 0);
+    if (reply?.error && !reply.html) setText(this.note, "No token was written.");
+    else if (key) this.load(this.wanted?.key === key ? this.wanted.index : 0);
   }
 
   // Choose one token, of a reply that may still have to be shown.
@@ -210,7 +211,8 @@ export class Tokens {
   }
 
   async readProbe() {
-    const model = this.tab.page.panel.facts.model ?? {};
+    const { app, panel } = this.tab.page;
+    const model = panel.facts.model ?? app?.model ?? {}; // the panel may not have been read yet
     fillOptions(this.layer, model.num_layers ?? 0);
     fillOptions(this.head, model.num_kv_heads ?? 0);
     const row = this.rows.find((item) => item.index === this.chosen);
