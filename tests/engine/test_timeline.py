@@ -19,7 +19,7 @@ from engine.debugging.trace_events import trace_events
 from engine.protocol import GenerateRequest, TimedSpan
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
-from tests.support.engines import run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, run, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -162,8 +162,8 @@ def test_turns_that_run_together_share_steps_and_a_stateless_one_leaves_nothing(
 
 
 def test_a_trace_can_be_read_while_the_turn_runs_and_is_stopped() -> None:
-    engine, session = tiny_engine(context=512), str(uuid.uuid4())
-    stream = engine.generate(GenerateRequest(tuple(range(30)), replace(GREEDY, max_tokens=400), session))
+    engine, session = tiny_engine(context=LONG_CONTEXT), str(uuid.uuid4())
+    stream = engine.generate(GenerateRequest(tuple(range(30)), ENDLESS, session))
     events = iter(stream)
     for _ in range(5):
         next(events)
