@@ -34,8 +34,9 @@ def trace_events(session_id: str, turns: Sequence[TurnTrace], on_card: bool = Fa
     origin = min((_began(turn) for turn in turns), default=now) - FIRST_US / 1e6
     events = [_named("process_name", "KVScope", CALLER)]
     events += [_named("thread_name", name, thread) for thread, name in THREADS.items()]
+    writer = _Writer(origin, CARD_PARTS if on_card else PARTS)
     for turn in turns:
-        events += _Writer(origin, CARD_PARTS if on_card else PARTS).turn(turn, now)
+        events += writer.turn(turn, now)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -53,24 +54,26 @@ def _named(what: str, name: str, thread: int) -> Event:
 
 class _Writer:
     def __init__(self, origin: float, parts: Sequence[str]) -> None:
-        self._origin = origin
+        self._origin = self._free = origin
         self._parts = parts
 
     def turn(self, turn: TurnTrace, now: float) -> Iterator[Event]:
-        """A turn that is not over reaches to `now`."""
+        """A turn that is not over reaches to `now`. One that was asked for before the engine had come to the end of the
+        last step of the turn before it begins there, since events of a thread must not cross."""
+        submitted = max(turn.submitted, self._free)
         for span in turn.before:
             yield self._event(span.name, span.start, span.end, CALLER, turn=turn.turn_id)
         slots = list(turn.steps)
-        end = max([turn.ended or now, *(slot.end for slot in slots)])
+        end = self._free = max([turn.ended or now, *(slot.end for slot in slots)])
         stats = {} if turn.stats is None else {name: getattr(turn.stats, name) for name in SHOWN_STATS}
-        yield self._event("turn", turn.submitted, end, ENGINE, turn=turn.turn_id, **stats)
-        yield from self._before_first_step(turn, slots[0].start if slots else end)
+        yield self._event("turn", submitted, end, ENGINE, turn=turn.turn_id, **stats)
+        yield from self._before_first_step(turn, submitted, slots[0].start if slots else end)
         for decode, group in groupby(slots, key=lambda slot: slot.decode):
             yield from self._phase("decode" if decode else "prefill", list(group))
 
-    def _before_first_step(self, turn: TurnTrace, first: float) -> Iterator[Event]:
+    def _before_first_step(self, turn: TurnTrace, submitted: float, first: float) -> Iterator[Event]:
         """What the engine did until then, and the waiting between."""
-        at = max([turn.submitted, *(span.end for span in turn.before)])
+        at = max([submitted, *(span.end for span in turn.before)])
         for span in turn.preparing:
             yield from self._queue(at, span.start)
             yield self._event(span.name, span.start, span.end, ENGINE)

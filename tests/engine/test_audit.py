@@ -18,7 +18,7 @@ from engine.errors import Conflict, Forbidden, InvalidRequest, Stopped
 from engine.protocol import Finished, GenerateRequest
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, RecordingEngine, run, tiny_engine
 from tests.support.fake_engine import wait_until
 
 BLOCK = 4
@@ -29,8 +29,9 @@ REPLY = IDS[50:60]
 
 
 @pytest.fixture
-def engine() -> Iterator[RecordingEngine]:
-    engine = tiny_engine(block_size=BLOCK, fault_injection=True)
+def engine(request) -> Iterator[RecordingEngine]:
+    """`request.param`, where a test has one, is its context."""
+    engine = tiny_engine(block_size=BLOCK, fault_injection=True, context=getattr(request, "param", 512))
     yield engine
     engine.check_integrity()
     engine.close()
@@ -262,10 +263,11 @@ def test_the_check_after_a_restore_is_told_like_an_audit(tmp_path):
         engine.close()
 
 
+@pytest.mark.parametrize("engine", [LONG_CONTEXT], indirect=True)
 def test_an_audit_changes_nothing_and_lets_replies_go_on(engine):
     turn(engine, A, forced_ids=REPLY)
     table, used = list(sequence(engine, A).block_table), engine.metrics()["blocks_used"]
-    stream = engine.generate(GenerateRequest(IDS[:20], SamplingParams(max_tokens=200, ignore_eos=True), B))
+    stream = engine.generate(GenerateRequest(IDS[:20], ENDLESS, B))
     assert wait_until(lambda: engine.metrics()["running"] == 1)
     assert engine.audit(A)["verdict"] == "clean"
     with pytest.raises(Conflict):

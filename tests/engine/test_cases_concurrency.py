@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from engine.errors import Conflict
 from sessions.models import COMPLETE
 from tests.support.chats import GREEDY, TinyChat, finished, tiny_chat
-from tests.support.engines import run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, run, tiny_engine
 from tests.support.session_store import check_integrity
 from ui.api.routes import build_api
 
@@ -93,11 +93,11 @@ def assert_every_reply_is_that_of_a_fresh_engine(chat: TinyChat, session: str) -
 
 def test_an_edit_while_a_reply_streams_is_refused_and_changes_nothing(tmp_path):
     """C20: an edit during a reply cut the cache under it, or put the reply below the wrong message."""
-    with tiny_chat(tmp_path, context=2048) as chat, TestClient(build_api(chat.service)) as api:
+    with tiny_chat(tmp_path, context=LONG_CONTEXT) as chat, TestClient(build_api(chat.service)) as api:
         session = chat.store.create().id
         finished(chat.service.send(session, "First?", SHORT))
         first_id, reply_id = (message.id for message in chat.store.branch(session).messages)
-        turn = chat.service.send(session, "Second?", replace(GREEDY, max_tokens=1500, top_logprobs=None))
+        turn = chat.service.send(session, "Second?", ENDLESS)
         turn.wait(1, timeout_s=30)
         acts = [
             ("PUT", f"/messages/{first_id}", {"content": "Other?"}),
@@ -113,7 +113,7 @@ def test_an_edit_while_a_reply_streams_is_refused_and_changes_nothing(tmp_path):
         assert finished(other).token_count == 4
         assert api.post(f"/api/sessions/{session}/stop").json() == {"stopped": True}
         view = finished(turn)
-        assert view.finish_reason == "cancelled" and 0 < view.token_count < 1500
+        assert view.finish_reason == "cancelled" and 0 < view.token_count < LONG_CONTEXT - 1000
         assert chat.store.message(turn.message_id).content == view.text
         edited = chat.service.edit(session, first_id, "Other?", GREEDY)
         finished(edited)
@@ -124,9 +124,9 @@ def test_an_edit_while_a_reply_streams_is_refused_and_changes_nothing(tmp_path):
 
 def test_deleting_a_session_under_its_reply_ends_it_cleanly(tmp_path):
     """C20's neighbour: the reply's thread wrote into a session that was gone."""
-    with tiny_chat(tmp_path, context=2048) as chat:
+    with tiny_chat(tmp_path, context=LONG_CONTEXT) as chat:
         kept, session = chat.store.create().id, chat.store.create().id
-        turn = chat.service.send(session, "Long?", replace(GREEDY, max_tokens=1500, top_logprobs=None))
+        turn = chat.service.send(session, "Long?", ENDLESS)
         turn.wait(1, timeout_s=30)
         chat.service.delete_session(session)
         assert turn.view().done

@@ -19,6 +19,7 @@ from sessions.models import COMPLETE, INTERRUPTED
 from sessions.store import SessionStore
 from tests.support.app_process import wait_for
 from tests.support.chats import BLOCK, GREEDY, SCRIPTED, TinyChat, finished, tiny_chat
+from tests.support.engines import ENDLESS, LONG_CONTEXT
 from tests.support.session_store import check_integrity
 from ui.api.routes import build_api
 from ui.recorder import StorageFailed
@@ -31,12 +32,13 @@ class Disk:
     """Makes the store's disk full and empty again, by the error that SQLite gives then."""
 
     def __init__(self, store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.full = False
+        self.full, self.refused, self.most_refused = False, 0, None
         write = store._database.write
 
         @contextmanager
         def guarded() -> Iterator[object]:
-            if self.full:
+            if self.full and self.refused != self.most_refused:
+                self.refused += 1
                 error = sqlite3.OperationalError("database or disk is full")
                 error.sqlite_errorcode = sqlite3.SQLITE_FULL
                 raise explain(error) from error
@@ -131,23 +133,25 @@ def test_a_process_that_is_killed_in_mid_reply_keeps_what_was_said(tmp_path, mon
     monkeypatch.setattr(ui.recorder, "WAIT_RATIO", 0)
     copy = tmp_path / "copy"
     copy.mkdir()
-    with tiny_chat(tmp_path) as chat:
+    long = LONG * 100
+    with tiny_chat(tmp_path, context=LONG_CONTEXT) as chat:
         session = chat.store.create().id
         chat.say(session, "First?", "One.<|im_end|>")
-        chat.engine.script.append(chat.ids(LONG + "<|im_end|>"))
+        chat.engine.script.append(chat.ids(long + "<|im_end|>"))
         turn = chat.service.send(session, "Long?", SCRIPTED)
         while len(chat.store.message(turn.message_id).content) < 20:
             turn.wait(turn.view().version, timeout_s=1)
         with chat.store._database.write():  # nobody writes while the files are copied
             for file in tmp_path.glob("chats.db*"):
                 shutil.copy(file, copy)
-        finished(turn)
-    with tiny_chat(copy) as chat:
+        turn.cancel()
+        assert finished(turn).finish_reason == "cancelled"
+    with tiny_chat(copy, context=LONG_CONTEXT) as chat:
         assert chat.store.recovered == 1
         messages = chat.store.branch(session).messages
         assert [message.content for message in messages[:3]] == ["First?", "One.", "Long?"]
         assert (messages[3].status, messages[3].finish_reason) == (COMPLETE, INTERRUPTED)
-        assert len(messages) == 4 and len(messages[3].content) >= 20 and LONG.startswith(messages[3].content)
+        assert len(messages) == 4 and len(messages[3].content) >= 20 and long.startswith(messages[3].content)
         following = chat.service.send(session, "Go on", GREEDY)
         finished(following)
         chat.assert_parity(following)
@@ -156,13 +160,13 @@ def test_a_process_that_is_killed_in_mid_reply_keeps_what_was_said(tmp_path, mon
 
 def test_closing_in_mid_reply_stores_what_was_said(tmp_path):
     """C31's neighbour: an orderly end; the next start goes on where it ended."""
-    with tiny_chat(tmp_path, context=2048) as chat:
+    with tiny_chat(tmp_path, context=LONG_CONTEXT) as chat:
         session = chat.store.create().id
-        turn = chat.service.send(session, "Long?", replace(GREEDY, max_tokens=1500, top_logprobs=None))
+        turn = chat.service.send(session, "Long?", ENDLESS)
         turn.wait(1, timeout_s=30)
     said = turn.view()
     assert said.done and said.finish_reason == "cancelled"
-    with tiny_chat(tmp_path, context=2048) as chat:
+    with tiny_chat(tmp_path, context=LONG_CONTEXT) as chat:
         assert chat.store.recovered == 0
         stored = chat.store.message(turn.message_id)
         assert (stored.content, stored.token_ids, stored.status) == (said.text, said.token_ids, COMPLETE)
@@ -198,15 +202,16 @@ def test_a_disk_that_fills_up_in_mid_reply_costs_at_most_that_reply(tmp_path, mo
         chat.say(session, "First?", "One.<|im_end|>")
         before = history(chat, session)
         chat.engine.script.append(chat.ids(LONG + "<|im_end|>"))
-        turn = chat.service.send(session, "Long?", SCRIPTED)
-        disk.full = True
-        if room_again:
-            turn.wait(5, timeout_s=30)
-            disk.full = False
+        generate = chat.engine.generate
+        disk.most_refused = 1 if room_again else None
+        with monkeypatch.context() as patched:
+            # Full before the engine begins: the reply must not be over by then.
+            patched.setattr(chat.engine, "generate", lambda asked: (setattr(disk, "full", True), generate(asked))[1])
+            turn = chat.service.send(session, "Long?", SCRIPTED)
         view = turn.wait(2**62, timeout_s=60)
         assert view.done and view.text == LONG
         if room_again:
-            assert view.error is None and history(chat, session)[-1][2] == LONG
+            assert disk.refused == 1 and view.error is None and history(chat, session)[-1][2] == LONG
         else:
             assert isinstance(view.error, StorageFailed) and "The disk is full" in str(view.error)
             for method, path, body in (

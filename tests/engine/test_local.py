@@ -12,7 +12,7 @@ from engine.debugging.protocol import ProbeQuery
 from engine.errors import Conflict, ContextOverflow, EngineStopped, InvalidRequest, NonFiniteValues
 from engine.protocol import Failed, Finished, GenerateRequest, PrefillProgress, TokenDelta
 from engine.sampling.params import SamplingParams
-from tests.support.engines import run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, run, tiny_engine
 from tests.support.tiny_tokenizer import chat_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, top_logprobs=3)
@@ -22,6 +22,14 @@ PROMPT = tuple(b"The cat sat on the mat and looked at the moon.")
 @pytest.fixture
 def engine():
     engine = tiny_engine()
+    yield engine
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.fixture
+def roomy():
+    engine = tiny_engine(context=LONG_CONTEXT)
     yield engine
     engine.check_integrity()
     engine.close()
@@ -107,9 +115,9 @@ def test_long_prompts_in_chunks_and_many_at_once_equal_one_alone(kind):
     engine.close()
 
 
-def test_cancel_ends_a_reply_and_keeps_what_was_said(engine):
-    session_id = str(uuid.uuid4())
-    stream = engine.generate(GenerateRequest(PROMPT, SamplingParams(ignore_eos=True), session_id))
+def test_cancel_ends_a_reply_and_keeps_what_was_said(roomy):
+    engine, session_id = roomy, str(uuid.uuid4())
+    stream = engine.generate(GenerateRequest(PROMPT, ENDLESS, session_id))
     events = []
     for event in stream:
         events.append(event)
@@ -124,9 +132,9 @@ def test_cancel_ends_a_reply_and_keeps_what_was_said(engine):
     assert all(report["invariants"].values())
 
 
-def test_one_turn_per_session(engine):
-    session_id = str(uuid.uuid4())
-    stream = engine.generate(GenerateRequest(PROMPT, SamplingParams(ignore_eos=True), session_id))
+def test_one_turn_per_session(roomy):
+    engine, session_id = roomy, str(uuid.uuid4())
+    stream = engine.generate(GenerateRequest(PROMPT, ENDLESS, session_id))
     with pytest.raises(Conflict):
         engine.generate(GenerateRequest(PROMPT, GREEDY, session_id))
     stream.cancel()

@@ -22,7 +22,7 @@ from engine.protocol import GenerateRequest, TokenDelta
 from engine.replay import Replay
 from engine.sampling.params import SamplingParams
 from kernels.kv_format import KV_FORMATS
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, RecordingEngine, run, tiny_engine
 from tests.support.tiny_models import tiny_model
 
 IDS = tuple(torch.randint(1, 256, (150,), generator=torch.Generator().manual_seed(3)).tolist())
@@ -30,8 +30,9 @@ LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 
 
 @pytest.fixture
-def engine():
-    engine = tiny_engine()
+def engine(request):
+    """`request.param`, where a test has one, is its context."""
+    engine = tiny_engine(context=getattr(request, "param", 512))
     yield engine
     engine.check_integrity()
     engine.close()
@@ -126,6 +127,7 @@ def test_streams_run_on_unchanged_while_a_comparison_is_under_way():
         engine.close()
 
 
+@pytest.mark.parametrize("engine", [LONG_CONTEXT], indirect=True)
 def test_a_comparison_takes_one_bounded_slice_after_each_step(engine, monkeypatch):
     """Never more than a mixed step's tokens at a time, and a step of the streams between any two."""
     order: list[tuple[str, int]] = []
@@ -139,7 +141,7 @@ def test_a_comparison_takes_one_bounded_slice_after_each_step(engine, monkeypatc
 
     monkeypatch.setattr(engine._steps().runner, "execute", noting("step", engine._steps().runner.execute))
     monkeypatch.setattr(replay, "build_metadata", noting("piece", replay.build_metadata))
-    stream = engine.generate(GenerateRequest(IDS[:10], replace(LONG, max_tokens=400)))
+    stream = engine.generate(GenerateRequest(IDS[:10], ENDLESS))
     next(iter(stream))
     engine.compare_precision(PrecisionQuery(IDS, 10))
     stream.cancel()

@@ -12,13 +12,12 @@ from engine.debugging.protocol import ProbeQuery
 from engine.errors import InvalidRequest, NonFiniteValues
 from engine.protocol import Failed, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, RecordingEngine, run, tiny_engine
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
 
 SIZE = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPT = tuple(b"The quick brown fox jumps over the lazy dogs")
 OTHER = tuple(b"Paris is the capital of France, and Rome of ")
 REPLY = tuple(chat_tokenizer().encode(" in a field."))
@@ -187,12 +186,13 @@ def test_a_session_that_lost_its_state_is_computed_again_and_told_so(kind):
     engine.close()
 
 
-def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, engine):
+def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind):
     """In the middle of a reply, beside one of another session, which goes on."""
+    engine = tiny_engine(kind=kind, context=LONG_CONTEXT)
     history = first_reply(engine, "s")
     prompt = (*history, *b"next")
-    beside = engine.generate(GenerateRequest(OTHER, replace(LONG, max_tokens=60), "beside"))
-    stream = engine.generate(GenerateRequest(prompt, LONG, "s"))
+    beside = engine.generate(GenerateRequest(OTHER, replace(GREEDY, max_tokens=60), "beside"))
+    stream = engine.generate(GenerateRequest(prompt, ENDLESS, "s"))
     events = []
     for event in stream:
         events.append(event)
@@ -207,6 +207,8 @@ def test_bad_values_in_a_state_end_the_turn_and_roll_back_to_its_start(kind, eng
     assert after.stats.reused_tokens >= len(history) - 1
     assert_fresh(engine, kind, prompt, after)
     assert_fresh(engine, kind, OTHER, list(beside)[-1])
+    engine.check_integrity()
+    engine.close()
 
 
 @pytest.mark.parametrize("states", [None, 2], ids=["with room", "without room for a checkpoint"])

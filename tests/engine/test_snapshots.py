@@ -26,7 +26,7 @@ from engine.sampling.params import SamplingParams
 from engine.tiers import fingerprint as fingerprints
 from engine.tiers import snapshots
 from tests.support.chats import BLOCK, finished, tiny_chat
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, RecordingEngine, run, tiny_engine
 from tests.support.fake_engine import wait_until
 from tests.support.tiny_tokenizer import LLAMA3, chat_tokenizer
 
@@ -251,10 +251,8 @@ def test_a_killed_app_has_what_the_last_turn_left(tmp_path: Path) -> None:
 
 def test_a_busy_engine_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.tiers.keeper.BUSY_WAIT_S", 0.0)
-    with engine_over(tmp_path) as engine:
-        endless = engine.generate(
-            GenerateRequest(PROMPT[:5], SamplingParams(max_tokens=480, ignore_eos=True, seed=1), B)
-        )
+    with engine_over(tmp_path, context=LONG_CONTEXT) as engine:
+        endless = engine.generate(GenerateRequest(PROMPT[:5], ENDLESS, B))
         turn(engine, A, PROMPT)
         assert wait_until(lambda: A in engine.stored_sessions())
         assert engine._steps().scheduler.running, "while another reply was being written"

@@ -19,7 +19,7 @@ from engine.debugging.trace_events import trace_events
 from engine.protocol import GenerateRequest, TimedSpan
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
-from tests.support.engines import run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, run, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -115,6 +115,18 @@ def test_what_is_handed_out_does_not_change_any_more() -> None:
     assert len(list(copy.steps)) == 1 and copy.ended is None
 
 
+def test_a_turn_that_was_asked_for_in_the_last_step_of_another_begins_behind_it() -> None:
+    """The reply's reader may be quicker than the rest of the step: the two turns' spans crossed then."""
+    first, second = TurnTrace("a", -1.0), TurnTrace("b", 12.0)
+    for trace, began in ((first, 0.0), (second, 20.0)):
+        trace.step(step_at(began), True, 1)
+        trace.ended = began + 14
+    found = trace_events("s", [first, second])
+    assert_nested(found)
+    turns = [(event["ts"] / 1e6 - 1, event["dur"] / 1e6) for event in spans(found) if event["name"] == "turn"]
+    assert turns == [(-1, 16), (15, 20)]
+
+
 def test_the_spans_of_two_turns() -> None:
     engine, session = tiny_engine(), str(uuid.uuid4())
     now = time.perf_counter()
@@ -162,8 +174,8 @@ def test_turns_that_run_together_share_steps_and_a_stateless_one_leaves_nothing(
 
 
 def test_a_trace_can_be_read_while_the_turn_runs_and_is_stopped() -> None:
-    engine, session = tiny_engine(context=512), str(uuid.uuid4())
-    stream = engine.generate(GenerateRequest(tuple(range(30)), replace(GREEDY, max_tokens=400), session))
+    engine, session = tiny_engine(context=LONG_CONTEXT), str(uuid.uuid4())
+    stream = engine.generate(GenerateRequest(tuple(range(30)), ENDLESS, session))
     events = iter(stream)
     for _ in range(5):
         next(events)

@@ -16,9 +16,15 @@ from engine.loader import EngineParts, assemble
 from engine.local import LocalEngine, QueueStream
 from engine.models.registry import DecoderModel, load_model
 from engine.protocol import Event, GenerateRequest
+from engine.sampling.params import SamplingParams
 from engine.tokenizer import ChatTokenizer
 from tests.support.tiny_models import save_safetensors, tiny_model
 from tests.support.tiny_tokenizer import chat_tokenizer
+
+LONG_CONTEXT = 2**15
+ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
+"""With LONG_CONTEXT a reply that the test ends: one of some hundred tokens may be over before a thread that is held up
+has done what it is to do meanwhile."""
 
 
 @cache
