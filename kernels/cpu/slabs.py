@@ -39,7 +39,7 @@ class Slabs:
             return aligned_zeros(shape, np.uint8)
         slab = None if self._newest is None else self._newest()
         if slab is None or self._used + size > len(slab):
-            slab = np.zeros(SLAB, np.uint8)
+            slab = np.empty(SLAB, np.uint8)
             self._newest, self._used = weakref.ref(slab), -slab.ctypes.data % LINE
         first, self._used = self._used, self._used + -(-size // LINE) * LINE
         return slab[first : first + size].reshape(shape)
