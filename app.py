@@ -108,6 +108,11 @@ def before_loading(config: EngineConfig) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+def has_desktop() -> bool:
+    """Without one, a browser would be one that takes over the terminal."""
+    return sys.platform != "linux" or bool(os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"})
+
+
 def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     """Check what is quick to check, then load the model while the page is being built."""
     # What is made until then stays, and to pass over it again and again takes a tenth of the start.
@@ -137,7 +142,7 @@ def serve(options: argparse.Namespace, config: EngineConfig) -> NoReturn:
     server = uvicorn.Server(
         uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
     )
-    start = Start(server, engine, url_of(opened), not options.no_browser)
+    start = Start(server, engine, url_of(opened), has_desktop() and not options.no_browser)
     end_replies_first(server, chat)
     end_at_once_when_asked_again(server)
     start.begin()

@@ -69,8 +69,7 @@ class Start:
         gc.freeze()
         gc.enable()
         print(f"KVScope ready: {self._url} (model {known['model']}, device {known['device']})", flush=True)
-        # Without a desktop, the browser would be one that takes over the terminal.
-        if self._open_browser and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
+        if self._open_browser:
             import webbrowser
 
             webbrowser.open(self._url)
