@@ -118,9 +118,10 @@ def _both_formats(
 ) -> Slices[Findings]:
     """Several draws in the reply's format and with a float32 cache; the latter alone where it loops too."""
     params, fresh = case.query.params, found.fresh
-    looped, _ = yield from draws(case, "fp32" + suffix, exact, params, {}, RUNS, begin)
+    count = case.as_long(case.begin if begin is None else begin)
+    looped, _ = yield from draws(case, "fp32" + suffix, exact, params, {}, RUNS, begin, count)
     if 2 * looped[0] <= looped[1]:
-        fresh, _ = yield from draws(case, "fresh" + suffix, case.kept, params, {}, RUNS, begin)
+        fresh, _ = yield from draws(case, "fresh" + suffix, case.kept, params, {}, RUNS, begin, count)
     return replace(found, fresh=fresh, exact=looped)
 
 

@@ -266,6 +266,34 @@ def test_what_the_format_wrote_before_the_loop_may_lead_into_it_in_any_format():
     assert found["verdict"] == "precision" and found["cure"]["params"]["kv_format"] == "fp16"
 
 
+def test_formats_are_compared_over_the_length_of_the_reply():
+    """A float32 cache loops as well, but later than the reply was long. It was called the sampler's fault."""
+    model = copy.copy(loaded_model())
+    hidden_states, head = model.hidden_states, model.head
+    seen = []
+
+    def noting(token_ids, cache, meta, *rest):
+        seen[:] = [(cache.kv_format, meta.context_lens_host[0])]
+        return hidden_states(token_ids, cache, meta, *rest)
+
+    def stuck(hidden: torch.Tensor) -> torch.Tensor:
+        kv_format, length = seen[0]
+        logits = head(hidden)
+        at = 120 if kv_format == "int4" else len(prompt(1)) + 215
+        logits[:, 77] += 1e4 * (length >= at)
+        return logits
+
+    model.hidden_states, model.head = noting, stuck
+    engine = tiny_engine(model=model, kv_format="int4")
+    try:
+        query = query_of(engine, GenerateRequest(prompt(1), replace(GREEDY, temperature=0.7, max_tokens=200)))
+        found = engine.diagnose(query, SOUND)
+    finally:
+        engine.close()
+    assert found["loop"]["start"] > 90 and found["verdict"] == "precision"
+    assert by_run(found)["fp32_anew"]["looped"] == 0 and by_run(found)["fp32_anew"]["tokens"] == 200
+
+
 def test_a_recurrent_model_is_diagnosed_too():
     engine = tiny_engine(kind="bamba")
     try:
