@@ -37,7 +37,7 @@ from benchmarks.repetitions.prompts import ASKED, BY_HEART
 from engine.protocol import ChatMessage
 from engine.sampling.params import SamplingParams
 
-ROUNDS = 6
+ROUNDS = 12
 AT_ONCE = 8
 A_SENTENCE = 2
 """So many questions to a model that knows one sentence by heart; the next ones to one that knows another."""

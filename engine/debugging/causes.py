@@ -118,9 +118,10 @@ def _both_formats(
 ) -> Slices[Findings]:
     """Several draws in the reply's format and with a float32 cache; the latter alone where it loops too."""
     params, fresh = case.query.params, found.fresh
-    looped, _ = yield from draws(case, "fp32" + suffix, exact, params, {}, RUNS, begin)
+    count = case.as_long(case.begin if begin is None else begin)
+    looped, _ = yield from draws(case, "fp32" + suffix, exact, params, {}, RUNS, begin, count)
     if 2 * looped[0] <= looped[1]:
-        fresh, _ = yield from draws(case, "fresh" + suffix, case.kept, params, {}, RUNS, begin)
+        fresh, _ = yield from draws(case, "fresh" + suffix, case.kept, params, {}, RUNS, begin, count)
     return replace(found, fresh=fresh, exact=looped)
 
 
@@ -154,19 +155,21 @@ def _side_by_side(first: Slices[None], second: Slices[None]) -> Iterator[None]:
 def sampler_findings(case: LoopCase, found: Findings) -> Slices[tuple[Findings, dict[str, Any]]]:
     """Greedy, for comparison; with the settings changed as advised; if that does not help, more strongly.
 
-    What the reply's own settings wrote before the loop may lead into it whatever is set then, so advice is also tried
-    on the whole reply, which is what following it comes to.
+    What the reply's own settings wrote before the loop may lead into it whatever is set then, and other settings may
+    lead into another loop from the start. So the whole reply decides, which is what following the advice comes to.
     """
     params = case.query.params
+    whole = 0 if case.noticed <= MOST_DRAWN else case.begin
     yield from draws(case, "greedy", case.kept, SamplingParams(temperature=0, ignore_eos=params.ignore_eos), {})
     changes = advice(params)
     if changes:
-        looped, _ = yield from draws(case, "advised", case.kept, changed_params(params, changes), changes, RUNS)
-        if 2 * looped[0] > looped[1] and case.begin > 0 and case.noticed <= MOST_DRAWN:
-            looped, _ = yield from draws(case, "anew", case.kept, changed_params(params, changes), changes, RUNS, 0)
+        advised = changed_params(params, changes)
+        looped, _ = yield from draws(case, "advised", case.kept, advised, changes, RUNS)
+        if case.begin > whole:
+            looped, _ = yield from draws(case, "anew", case.kept, advised, changes, RUNS, whole)
         found = replace(found, advised=looped)
         if 2 * looped[0] <= looped[1]:
             return found, changes
     changes = stronger(params)
-    looped, _ = yield from draws(case, "stronger", case.kept, changed_params(params, changes), changes, RUNS)
+    looped, _ = yield from draws(case, "stronger", case.kept, changed_params(params, changes), changes, RUNS, whole)
     return found, changes if 2 * looped[0] <= looped[1] else {}

@@ -54,7 +54,15 @@ class LoopCase:
 
     def count(self, begin: int) -> int:
         """Tokens to draw from `begin` on: twice what the reply took, so that another loop has the time to show."""
-        wanted = min(max(2 * (self.noticed - begin), LEAST_DRAWN), MOST_DRAWN)
+        return self._drawn(begin, 2 * (self.noticed - begin))
+
+    def as_long(self, begin: int) -> int:
+        """Tokens to draw from `begin` on where rates are compared: as many as the reply has, for given longer, most
+        replies loop some time."""
+        return self._drawn(begin, len(self.query.reply_ids) - begin)
+
+    def _drawn(self, begin: int, wanted: int) -> int:
+        wanted = min(max(wanted, LEAST_DRAWN), MOST_DRAWN)
         room = self.parts.max_seq_len - len(self.query.prompt_ids) - begin
         return max(min(wanted, room, self.query.max_tokens or wanted), 1)
 
@@ -77,6 +85,7 @@ def draws(
     changed: dict[str, Any],
     runs: int = 1,
     begin: int | None = None,
+    count: int | None = None,
 ) -> Slices[tuple[tuple[int, int], list[Redrawn]]]:
     """Draw the reply's tokens anew from `begin` (None: just before the loop), with its own random numbers and then with
     others; stops once most runs agree.
@@ -88,7 +97,7 @@ def draws(
     begin = case.begin if begin is None else begin
     seeds = [((query.params.seed or 0) + run * SEED_STEP) % (MAX_SEED + 1) for run in range(runs)]
     settings = [replace(params, seed=seed) for seed in seeds]
-    before, count = query.reply_ids[:begin], case.count(begin)
+    before, count = query.reply_ids[:begin], count or case.count(begin)
     drawn = yield from redraw(case.parts, kept, query.prompt_ids, before, settings, count, case.is_word)
     looped = sum(one.loop is not None for one in drawn)
     case.evidence[:] = [item for item in case.evidence if item["run"] != name]

@@ -17,6 +17,10 @@ LOWEST_TEMPERATURE, LOWEST_TOP_P, HIGHEST_MIN_P, LOWEST_TOP_K = 0.5, 0.8, 0.3, 1
 """A sampler that leaves fewer tokens to choose from follows the likeliest one around a loop."""
 LOST = 0.02
 """Mean KL divergence, in nats, from which on a KV format may change what a model says, and not only how it rounds."""
+RUINED = 0.3
+"""The same from which on it is known to spoil the text, so that less has to speak against it."""
+SHARE, SHARE_RUINED = 0.5, 0.4
+"""Of the runs, how many more loop in the format than with a float32 cache where the format is to blame."""
 MOVED = 0.25
 """Least difference, in nats, between what was measured live and what is computed anew that is no rounding."""
 FLOORS = 5
@@ -58,8 +62,8 @@ def judge(found: Findings) -> str:
     if found.drift is None and found.fresh is not None and not _loops(found.fresh) and not found.parted_by_rounding:
         return "cache"
     if found.exact is not None and found.fresh is not None and (found.kl or 0.0) >= LOST:
-        lost = _loops(found.fresh) and not _loops(found.exact)
-        if lost:
+        more = _share(found.fresh) - _share(found.exact)
+        if not _loops(found.exact) and more >= (SHARE_RUINED if (found.kl or 0.0) >= RUINED else SHARE):
             return "precision"
     if found.advised is not None and not _loops(found.advised):
         return "sampler"
@@ -69,6 +73,10 @@ def judge(found: Findings) -> str:
 def _loops(runs: tuple[int, int]) -> bool:
     """More runs than not."""
     return 2 * runs[0] > runs[1]
+
+
+def _share(runs: tuple[int, int]) -> float:
+    return runs[0] / runs[1]
 
 
 def drift(live: Sequence[TokenMeasure], fresh: Sequence[TokenMeasure], other: Sequence[TokenMeasure]) -> Drift:

@@ -155,6 +155,38 @@ def test_advice_that_comes_too_late_just_before_a_loop_is_tried_on_the_whole_rep
     assert found["verdict"] == "sampler" and found["cure"]["params"] == evidence["anew"]["changed"]
 
 
+def test_advice_that_leads_into_another_loop_from_the_start_is_no_cure():
+    """Behind what greedy wrote the advised settings do not loop, but from the prompt on they come upon a token that
+    greedy never draws, and loop behind it. It was called the sampler's fault, with a cure that did not cure."""
+    model, at = copy.copy(loaded_model()), len(prompt(1))
+    head, standing = model.head, ids_at(model, at)
+
+    def stuck(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits[:, 100:250] = logits.amax(-1, keepdim=True)
+        first, led = where(standing, None, len(logits)), where(standing, 76, len(logits))
+        logits[:, 76] = logits[:, 100] + 0.1 * first  # the likeliest, and hardly ever drawn
+        logits[:, 78] = logits[:, 100] + 0.1 * led
+        logits[:, 77] += 1e4 * (~first & ~led)
+        return logits
+
+    model.head = stuck
+    engine = tiny_engine(model=model)
+    try:
+        found = engine.diagnose(
+            query_of(
+                engine, GenerateRequest(prompt(1), replace(GREEDY, max_tokens=60, seed=1, repetition_penalty=1.0))
+            ),
+            SOUND,
+        )
+    finally:
+        engine.close()
+    evidence = by_run(found)
+    assert found["loop"]["start"] == evidence["advised"]["from_token"] == 1 and evidence["advised"]["looped"] == 0
+    assert (evidence["anew"]["from_token"], evidence["anew"]["looped"]) == (0, 5)
+    assert (found["verdict"], found["cure"]) == ("model", None)
+
+
 def damaged_query(engine: RecordingEngine, seed: int) -> DiagnoseQuery:
     """A reply to a prompt whose cached keys and values are, in every layer, those of one token."""
     session_id = str(uuid.uuid4())
@@ -264,6 +296,34 @@ def test_what_the_format_wrote_before_the_loop_may_lead_into_it_in_any_format():
     assert (evidence["fp32_anew"]["from_token"], evidence["fp32_anew"]["looped"]) == (0, 0)
     assert evidence["fresh_anew"]["looped"] >= 3
     assert found["verdict"] == "precision" and found["cure"]["params"]["kv_format"] == "fp16"
+
+
+def test_formats_are_compared_over_the_length_of_the_reply():
+    """A float32 cache loops as well, but later than the reply was long. It was called the sampler's fault."""
+    model = copy.copy(loaded_model())
+    hidden_states, head = model.hidden_states, model.head
+    seen = []
+
+    def noting(token_ids, cache, meta, *rest):
+        seen[:] = [(cache.kv_format, meta.context_lens_host[0])]
+        return hidden_states(token_ids, cache, meta, *rest)
+
+    def stuck(hidden: torch.Tensor) -> torch.Tensor:
+        kv_format, length = seen[0]
+        logits = head(hidden)
+        at = 120 if kv_format == "int4" else len(prompt(1)) + 215
+        logits[:, 77] += 1e4 * (length >= at)
+        return logits
+
+    model.hidden_states, model.head = noting, stuck
+    engine = tiny_engine(model=model, kv_format="int4")
+    try:
+        query = query_of(engine, GenerateRequest(prompt(1), replace(GREEDY, temperature=0.7, max_tokens=200)))
+        found = engine.diagnose(query, SOUND)
+    finally:
+        engine.close()
+    assert found["loop"]["start"] > 90 and found["verdict"] == "precision"
+    assert by_run(found)["fp32_anew"]["looped"] == 0 and by_run(found)["fp32_anew"]["tokens"] == 200
 
 
 def test_a_recurrent_model_is_diagnosed_too():
