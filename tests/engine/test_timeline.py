@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.debugging.timeline import PARTS, SESSIONS, SLOTS, TURNS, StepRecord, Steps, StepTimes, Timeline, TurnTrace
-from engine.debugging.trace_events import trace_events
+from engine.debugging.trace_events import FIRST_US, trace_events
 from engine.protocol import GenerateRequest, TimedSpan
 from engine.sampling.beam import BeamParams
 from engine.sampling.params import SamplingParams
@@ -123,7 +123,9 @@ def test_a_turn_that_was_asked_for_in_the_last_step_of_another_begins_behind_it(
         trace.ended = began + 14
     found = trace_events("s", [first, second])
     assert_nested(found)
-    turns = [(event["ts"] / 1e6 - 1, event["dur"] / 1e6) for event in spans(found) if event["name"] == "turn"]
+    turns = [
+        ((event["ts"] - FIRST_US) / 1e6 - 1, event["dur"] / 1e6) for event in spans(found) if event["name"] == "turn"
+    ]
     assert turns == [(-1, 16), (15, 20)]
 
 

@@ -240,7 +240,7 @@ def test_a_graph_ends_in_the_ids_and_what_runs_before_its_capture_counts_nothing
         asked = [None] * len(indices)
         sampler.prepare(requests, asked)
         ids = torch.zeros(len(indices), dtype=torch.int64, device=DEVICE)
-        graphs._warm_up(graphs._filled(ids, meta), sampler)
+        graphs._warm_up(graphs._filled(ids, meta), sampler, None)
         hidden, made, drawn = graphs.run(ids, meta, sampler)
         assert drawn is not None and len(drawn) == len(indices)
         output = StepOutput(hidden, made, meta.query_lens, tuple(range(len(indices))))

@@ -58,7 +58,11 @@ export class Timeline {
     }
   }
 
+  // What is there already stays as it is, zoomed into or not: a turn's end is told in more than one way.
   take(found) {
+    const told = JSON.stringify(found.traceEvents);
+    if (told === this.told) return;
+    this.told = told;
     this.started = found.otherData?.started_at ?? 0;
     this.spans = layOut(found.traceEvents);
     this.turns = this.spans.filter((span) => span.depth === 0);
