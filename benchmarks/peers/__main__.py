@@ -5,8 +5,7 @@
 
 Each engine is a process of its own that waits while another works. Ours guesses no tokens ahead here
 (`benchmarks.speculation` has that). Figures are medians over rounds, with their spread; "ahead" is ours over the
-peer's, or the peer's time over ours. "native llama.cpp" is measured where it is asked for, after
-`pip install llama-cpp-python`, which compiles it (several minutes, with a C++ compiler and CMake).
+peer's, or the peer's time over ours.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from benchmarks.peers.quality import compare
 from engine.weights.catalog import resolve
 
 TASKS = ("contexts", "chat", "switching", "together", "restart", "quality")
-SKIPPED = {"generate": {"switching"}, "native llama.cpp": {"switching", "together", "restart"}}
-"""What an engine has no answer to: one keeps nothing to switch to, the other holds one session."""
 Samples = dict[str, dict[str, list[float]]]  # figure -> engine -> values
 
 
@@ -38,7 +35,7 @@ class Bench:
 
     def measure(self, task: str, rounds: int) -> None:
         """The first round warms up and is left out, except where a round takes long and starts cold anyway."""
-        names = [name for name in self._names if task not in SKIPPED.get(name, ())]
+        names = [name for name in self._names if (task, name) != ("switching", "generate")]  # which switches nothing
         children = {name: self._open(task, name) for name in names}
         warm_up = 0 if task in ("chat", "switching", "restart") else 1
         for number in range(rounds + warm_up):
@@ -107,7 +104,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help="where the model lies or is put")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--peers", nargs="+", choices=NAMES[1:], default=list(NAMES[1:3]))
+    parser.add_argument("--peers", nargs="+", choices=NAMES[1:], default=list(NAMES[1:]))
     parser.add_argument("--quality-tokens", type=int, default=2000)
     arguments = parser.parse_args()
     model = resolve(arguments.model, arguments.data_dir).path

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.engines import Generate, LlamaCpp, NativeLlamaCpp, Ours, Peer, Reply
+from benchmarks.peers.engines import Generate, LlamaCpp, Ours, Peer, Reply
 
-NAMES = ("ours", "generate", "llama.cpp", "native llama.cpp")
+NAMES = ("ours", "generate", "llama.cpp")
 
 
 class Child:
@@ -57,8 +57,6 @@ class Child:
 def _build(name: str, model: Path, data_dir: Path, sessions: int) -> Peer:
     if name == "ours":
         return Ours(model, data_dir)
-    if name == "native llama.cpp":
-        return NativeLlamaCpp(model)
     return Generate(model) if name == "generate" else LlamaCpp(model, sessions)
 
 

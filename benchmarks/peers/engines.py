@@ -154,41 +154,6 @@ class LlamaCpp:
         pass
 
 
-class NativeLlamaCpp:
-    """llama.cpp compiled on this machine for its own processor, as `pip install llama-cpp-python` does it, with the
-    batch sizes of llama.cpp's own server. It holds one session."""
-
-    def __init__(self, model: Path) -> None:
-        import llama_cpp
-
-        threads = os.cpu_count() or 1
-        self._llama = llama_cpp.Llama(
-            str(model),
-            n_ctx=CONTEXT,
-            n_batch=2048,
-            n_ubatch=512,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-        )
-
-    def run(self, prompt: list[int], tokens: int, session: str | None) -> Reply:
-        if session is None:
-            self._llama.reset()
-        start = time.perf_counter()
-        stream = self._llama.generate(prompt, temp=0)
-        ids = [next(stream)]
-        first = time.perf_counter()
-        ids += [next(stream) for _ in range(tokens - 1)]
-        return Reply(first - start, time.perf_counter() - first, ids)
-
-    def together(self, prompts: list[list[int]], tokens: int) -> float:
-        raise NotImplementedError("it holds one session")
-
-    def close(self) -> None:
-        self._llama.close()
-
-
 def _at_once(jobs: list[Callable[[], object]]) -> float:
     threads = [threading.Thread(target=job) for job in jobs]
     start = time.perf_counter()
