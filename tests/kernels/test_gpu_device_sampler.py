@@ -211,7 +211,7 @@ class _Head:
     def __init__(self) -> None:
         self.logits = torch.zeros(4, VOCAB, device=DEVICE)
 
-    def hidden_states(self, token_ids: torch.Tensor, cache: Any, meta: Any) -> torch.Tensor:
+    def hidden_states(self, token_ids: torch.Tensor, cache: Any, meta: Any, states: None) -> torch.Tensor:
         return torch.zeros(len(token_ids), 8, device=DEVICE)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

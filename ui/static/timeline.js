@@ -131,6 +131,9 @@ export class Timeline {
 
   // How long each phase and each part took within what is shown.
   drawSums(start, end) {
+    // There is less to tell of a part: the list keeps its height, else a panel that is scrolled to its end moves the
+    // chart away under the pointer.
+    this.sums.style.minHeight = this.zooms.length ? this.sums.style.minHeight || `${this.sums.offsetHeight}px` : "";
     const rows = [new Map(), new Map()];
     for (const span of this.spans) {
       const sums = { 1: rows[0], 3: rows[1] }[span.depth];
@@ -183,9 +186,10 @@ export class Timeline {
     return found ?? this.at;
   }
 
-  // Tell one span.
-  point(span) {
-    if (span !== undefined) this.at = span;
+  // Tell one span, else the one that is zoomed into.
+  point(pointed) {
+    if (pointed !== undefined) this.at = pointed;
+    const span = pointed ?? this.zooms.at(-1);
     for (const node of this.chart.querySelectorAll(".chosen")) node.classList.remove("chosen");
     if (!span) {
       setText(this.note, "A click zooms in; Escape, or “zoom out”, goes back.");
