@@ -77,21 +77,20 @@ def mappings() -> list[Mapping] | None:
     ]
 
 
-def arena_bytes(mapped: SequenceOf[Mapping]) -> int:
-    """Resident bytes of the C heap's arenas: "[heap]", and those of its threads.
+def arenas(mapped: SequenceOf[Mapping]) -> list[Range]:
+    """The C heap's: "[heap]", and those of its threads.
 
     Of these less may be there than they have handed out or hold free: never touched, or given back. The system tells
     of an arena as several mappings where huge pages were asked for in the middle, and as one with neighbours that have
     the same rights; so neighbours are taken together, and each arena is told by what it says of itself.
     """
-    heap = sum(one.resident for one in mapped if one.name == "[heap]")
-    arenas = []
+    found = [(one.start, one.end - one.start) for one in mapped if one.name == "[heap]"]
     for start, end in _stretches(mapped):
         for first in range(-(-start // ARENA) * ARENA, end, ARENA):
             size = arena_size(first)
             if 0 < size <= end - first:
-                arenas.append((first, size))
-    return heap + (touched_bytes(arenas) or 0)
+                found.append((first, size))
+    return found
 
 
 def _stretches(mapped: SequenceOf[Mapping]) -> list[Range]:

@@ -13,7 +13,7 @@ from engine.errors import KVScopeError
 from engine.lane import Lane
 from engine.memory import process as process_memory
 from engine.memory.held_arrays import held_ranges
-from engine.memory.process import Mapping, Range
+from engine.memory.process import Heap, Mapping, Range
 
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
 FRESH_S = 4.0
@@ -80,10 +80,22 @@ def _read(holdings: Holdings) -> dict[str, Any]:
     parts["buffers"] = parts["heap_free"] = 0
     if heap is not None:
         parts["buffers"] = max(heap.used + heap.mapped - held, 0)
-        parts["heap_free"] = min(max(process_memory.arena_bytes(mapped or []) - heap.used, 0), heap.free)
+        parts["heap_free"] = _heap_free(heap, process_memory.arenas(mapped or []), holdings)
     exact = mapped is not None and heap is not None and objects is not None
     rss = process_memory.resident_bytes()
     return {"rss": rss, "parts": parts, "unexplained": rss - sum(parts.values()), "exact": exact}
+
+
+def _heap_free(heap: Heap, arenas: list[Range], holdings: Holdings) -> int:
+    """Resident bytes of the arenas that are handed out to nobody. What an arena has handed out to us and nobody has
+    touched yet is not resident, but used."""
+    ours = [one for ranges in holdings.kinds.values() for one in ranges if _is_within(one, arenas)]
+    untouched = sum(size for _, size in ours) - _touched(ours)
+    return min(max(_touched(arenas) + untouched - heap.used, 0), heap.free)
+
+
+def _is_within(one: Range, arenas: list[Range]) -> bool:
+    return any(start <= one[0] < start + size for start, size in arenas)
 
 
 def _touched(ranges: list[Range]) -> int:

@@ -1,5 +1,6 @@
 """Prints readings of the process's memory, JSON by name, beside arenas of threads: as it is, with pages of nobody, with
-pages of nobody that look like an arena, and with a tensor that is told of and one that is not."""
+pages of nobody that look like an arena, with tensors that were never written, in an arena, and with a tensor that is
+told of and one that is not."""
 
 from __future__ import annotations
 
@@ -60,6 +61,18 @@ def pages_of_nobody(like_an_arena: bool) -> Iterator[None]:
         libc.munmap(reserved, 3 * ARENA)
 
 
+def untouched_in_an_arena() -> list[torch.Tensor]:
+    """`SIZE` bytes in all, each few enough for an arena; those of a thread begin empty."""
+    made: list[torch.Tensor] = []
+    size = 100_000
+    thread = threading.Thread(
+        target=lambda: made.extend(torch.empty(size, dtype=torch.uint8) for _ in range(SIZE // size))
+    )
+    thread.start()
+    thread.join()
+    return made
+
+
 def main() -> None:
     with arenas_of_threads():
         gc.collect()
@@ -68,6 +81,7 @@ def main() -> None:
         for name, like_an_arena in (("nobody", False), ("look_alike", True)):
             with pages_of_nobody(like_an_arena):
                 readings[name] = measure(Holdings())
+        readings["untouched"] = measure(Holdings({"kv": held_ranges(untouched_in_an_arena())}))
         tensor = torch.ones(SIZE // 4)
         readings["known"] = measure(Holdings({"kv": held_ranges(tensor)}))
         readings["unknown"] = measure(Holdings())
