@@ -82,13 +82,13 @@ def arenas(mapped: SequenceOf[Mapping]) -> list[Range]:
 
     Of these less may be there than they have handed out or hold free: never touched, or given back. The system tells
     of an arena as several mappings where huge pages were asked for in the middle, and as one with neighbours that have
-    the same rights; so neighbours are taken together, and each arena is told by what it says of itself.
+    the same rights; so neighbours are taken together, and each arena is told by what it says of itself. It may by now
+    reach further than `mapped` tells: that of this thread grows while the answer is taken apart.
     """
     found = [(one.start, one.end - one.start) for one in mapped if one.name == "[heap]"]
     for start, end in _stretches(mapped):
         for first in range(-(-start // ARENA) * ARENA, end, ARENA):
-            size = arena_size(first)
-            if 0 < size <= end - first:
+            if size := arena_size(first):
                 found.append((first, size))
     return found
 

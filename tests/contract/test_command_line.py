@@ -214,8 +214,8 @@ def test_a_killed_app_goes_on_with_the_cache_it_had_and_a_signal_ends_it_in_mid_
     with started(data, "--model", model) as (process, url):
         with urllib.request.urlopen(f"{url}/") as page:
             assert b"KVScope" in page.read()
-        session, gone = (ask(url, "POST", "/api/sessions")["id"] for _ in range(2))
-        for session_id in (session, gone):
+        gone, session = (ask(url, "POST", "/api/sessions")["id"] for _ in range(2))
+        for session_id in (gone, session):  # whose replies differ, and so may how much of them is kept
             before = ask(url, "POST", f"/api/sessions/{session_id}/messages", turn)["kvscope"]
             assert ask(url, "POST", f"/api/sessions/{session_id}/snapshot")["tokens"] == before["cache_pos"] > 200
         process.kill()
