@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from engine.config import DEVICES, DTYPES, KV_FORMATS, SPECULATION
 from engine.errors import ConfigError
 
 PRODUCT = "KVScope: chat with a model on your own GPU, and see the model's memory."
+Add = Callable[..., argparse.Action]
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {f"{unit}ib": UNITS[unit] for unit in "kmgt"}
 
@@ -23,12 +25,16 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(data_dir: Path) -> argparse.ArgumentParser:
     """`data_dir`: where data lies when nothing else is said."""
-    parser = Parser(
-        "app.py",
-        description="KVScope: chat with a model on your own GPU, and see the model's memory.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+    parser = Parser("app.py", description=PRODUCT, allow_abbrev=False)
+    _of_the_model(parser.add_argument_group("model").add_argument)
+    _of_the_cache(parser.add_argument_group("KV cache").add_argument)
+    _of_what_is_kept(parser.add_argument_group("what is kept").add_argument, data_dir)
+    _of_the_server(parser.add_argument_group("page and API").add_argument)
+    _of_other_runs(parser.add_argument_group("instead of a chat").add_argument)
+    return parser
+
+
+def _of_the_model(add: Add) -> None:
     add(
         "--model",
         metavar="NAME|DIR|FILE",
@@ -37,17 +43,27 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
     add("--device", choices=DEVICES, default="auto", help="where the model runs (default: auto, a CUDA card if any)")
     add("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: auto, the fastest 16 bit type)")
     add(
+        "--chat-template",
+        metavar="NAME",
+        help="how messages become a prompt: chatml, llama-2, llama-3, mistral, zephyr or plain "
+        "(default: the model's own, or the one that its role markers fit)",
+    )
+    add(
+        "--speculation",
+        choices=SPECULATION,
+        default="auto",
+        help="guess tokens from the text so far and run them ahead; replies stay the same "
+        "(default: auto, where it is measured to pay)",
+    )
+
+
+def _of_the_cache(add: Add) -> None:
+    add(
         "--kv-format",
         choices=KV_FORMATS,
         default="auto",
         metavar="FORMAT",
         help=f"how keys and values are kept: {', '.join(KV_FORMATS)} (default: auto, 16 bits, or as float32 weights)",
-    )
-    add(
-        "--max-seq-len",
-        type=_number(2, 2**31),
-        metavar="N",
-        help="most tokens of a conversation (default: the model's own limit, as far as the KV budget holds it)",
     )
     add(
         "--kv-budget",
@@ -56,17 +72,17 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
         help="most memory for the KV cache, such as 2GiB or 500MB (default: 85%% of a card's free memory, 25%% of RAM)",
     )
     add(
+        "--max-seq-len",
+        type=_number(2, 2**31),
+        metavar="N",
+        help="most tokens of a conversation (default: the model's own limit, as far as the KV budget holds it)",
+    )
+    add(
         "--block-size",
         type=_number(1, 1024),
         default=16,
         metavar="N",
         help="tokens in a block of the KV cache (default: 16)",
-    )
-    add(
-        "--chat-template",
-        metavar="NAME",
-        help="how messages become a prompt: chatml, llama-2, llama-3, mistral, zephyr or plain "
-        "(default: the model's own, or the one that its role markers fit)",
     )
     add(
         "--window",
@@ -89,12 +105,14 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
         metavar="N",
         help="let N neighbouring layers use one store of keys and values, as an experiment (default: 1)",
     )
+
+
+def _of_what_is_kept(add: Add, data_dir: Path) -> None:
     add(
-        "--speculation",
-        choices=SPECULATION,
-        default="auto",
-        help="guess tokens from the text so far and run them ahead; replies stay the same "
-        "(default: auto, where it is measured to pay)",
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"where chats and models are kept (default: $KVSCOPE_DATA, or {data_dir})".replace("%", "%%"),
     )
     add(
         "--snapshot-limit",
@@ -109,12 +127,9 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
         metavar="SIZE",
         help="most RAM for caches of idle chats that a card has no room for, 0 for none (default: 25%% of RAM)",
     )
-    add(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"where chats and models are kept (default: $KVSCOPE_DATA, or {data_dir})".replace("%", "%%"),
-    )
+
+
+def _of_the_server(add: Add) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others need --api-key")
     add("--port", type=_number(0, 65535), default=7860, help="port to listen on, 0 for any (default: 7860)")
     add("--api-key", metavar="KEY", help="key that page and API ask for (default: $KVSCOPE_API_KEY, or none)")
@@ -124,6 +139,9 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
         action="store_true",
         help="let POST /api/debug/inject damage a session's cache on purpose (default: off)",
     )
+
+
+def _of_other_runs(add: Add) -> None:
     add(
         "--freeze",
         type=Path,
@@ -131,7 +149,6 @@ def make_parser(data_dir: Path) -> argparse.ArgumentParser:
         help="compute ahead what chats with this text as system prompt begin with, keep it, and exit (default: off)",
     )
     add("--plan", action="store_true", help="print what memory the model needs, and exit (default: off)")
-    return parser
 
 
 def _number(low: int, high: int) -> Any:

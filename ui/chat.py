@@ -120,6 +120,10 @@ class ChatService:
     def running(self, session_id: str) -> Turn | None:
         return self._turns.find(session_id)
 
+    def acting(self, session_id: str) -> bool:
+        """Whether an act of the session has begun that may yet become a turn."""
+        return self._turns.claimed(session_id)
+
     def close(self) -> None:
         """End every running turn and wait until what they produced is stored."""
         self._turns.close()

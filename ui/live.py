@@ -133,22 +133,28 @@ class LivePage:
         had = Cursor.parse(query.since)
         app = self._app()
         parts: dict[str, Any] = {"app": app}
-        turn = None
+        turn, running = None, False
         branch: dict[str, Any] = {}
         if session_id is not None:
             turn = self.chat.running(session_id)
-            session = self._session(session_id)
+            session, branch = self._conversation(session_id, turn, had.branch)
+            running = turn is not None
+            if turn is None and branch["unfinished"]:
+                # A reply is stored before its turn runs, which runs before the act that began it is over.
+                running = self.chat.acting(session_id)
+                turn = self.chat.running(session_id)
+                running |= turn is not None
+                session, branch = self._conversation(session_id, turn, had.branch, running)
             parts["session"] = view_models.session_part(session)
-            branch = self._branch(session_id, (session.head_id, session.updated_at), turn, had.branch)
         if query.sessions:
             parts["sessions"] = view_models.list_part(self.chat.store.list(query.search))
         names = {name: view_models.signature(part) for name, part in parts.items()}
         answer: dict[str, Any] = {name: parts[name] for name in parts if names[name] != getattr(had, name)}
-        answer["running"] = turn is not None
+        answer["running"] = running
         answer |= branch.get("answer", {})
         turn_answer = self._turn(turn, had) if turn is not None else {}
         answer |= {"turn": turn_answer} if turn_answer else {}
-        panel = self._panel(session_id, query, had, turn is not None) if query.panel and app["status"] == "ok" else None
+        panel = self._panel(session_id, query, had, running) if query.panel and app["status"] == "ok" else None
         if panel is not None:
             answer["panel"] = panel
         since = Cursor(
@@ -176,31 +182,40 @@ class LivePage:
             part["model"] = view_models.model_section(self.chat.engine.capabilities())
         return part
 
-    def _branch(self, session_id: str, state: tuple[Any, ...], turn: Turn | None, had: str) -> dict[str, Any]:
-        """The name of the branch's present state, and an answer if the page has another one.
+    def _conversation(
+        self, session_id: str, turn: Turn | None, had: str, begins: bool = False
+    ) -> tuple[Session, dict[str, Any]]:
+        """The session and `_branch` of it; without a `turn`, its last message is the reply of one that `begins`."""
+        session = self._session(session_id)
+        live_id = turn.message_id if turn is not None else session.head_id if begins else None
+        return session, self._branch(session_id, (session.head_id, session.updated_at), live_id, had)
+
+    def _branch(self, session_id: str, state: tuple[Any, ...], live_id: str | None, had: str) -> dict[str, Any]:
+        """`{name, unfinished, answer}`: the name of the branch's present state, whether its last message is a reply
+        that nothing says to be running, and an answer if the page has another state.
 
         A session's row changes whenever its messages do, so the branch is read and rendered only then.
         """
-        key = (*state, turn.message_id if turn is not None else None)
+        key = (*state, live_id)
         with self._lock:
             known = self._entries.get(session_id)
         if known is None or known[0] != key:
             stats = {record.message_id: record.stats for record in self.chat.store.turns(session_id)}
-            live_id = turn.message_id if turn is not None else None
             entries = view_models.message_entries(self.chat.store.branch(session_id), stats, live_id)
             known = (key, entries, tuple(view_models.signature(entry) for entry in entries))
         _, entries, names = known
-        name = view_models.signature(names)
+        found: dict[str, Any] = {"name": view_models.signature(names)}
+        found["unfinished"] = bool(entries) and "partial" in entries[-1]
         with self._lock:
             self._entries.put(session_id, known)
-            self._sent.put(name, names)
-            if name == had:
-                return {"name": name}
+            self._sent.put(found["name"], names)
+            if found["name"] == had:
+                return found
             before = self._sent.get(had) or ()
         keep = 0
         while keep < min(len(before), len(names)) and before[keep] == names[keep]:
             keep += 1
-        return {"name": name, "answer": {"branch": {"keep": keep, "add": entries[keep:]}}}
+        return found | {"answer": {"branch": {"keep": keep, "add": entries[keep:]}}}
 
     def _turn(self, turn: Turn, had: Cursor) -> dict[str, Any]:
         view = turn.view()

@@ -36,6 +36,11 @@ class RunningTurns:
         with self._lock:
             return self._turns.get(session_id)
 
+    def claimed(self, session_id: str) -> bool:
+        """Whether an act of the session is under way."""
+        with self._lock:
+            return session_id in self._claimed
+
     @contextmanager
     def claim(self, session_id: str) -> Iterator[Session]:
         """One act at a time per session; a running turn counts as one until its reply is stored."""

@@ -19,8 +19,8 @@ CHROMIUMS = ("chromium-headless-shell", "chromium", "chromium-browser")
 BROWSERS = (*CHROMIUMS, "google-chrome", "google-chrome-stable", "chrome")
 # A container may give shared memory too little room for a page's pictures; files in the temporary folder do as well.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-CONTEXT = 1024
-"""Tokens of a conversation here: long chats reach their limit quickly."""
+CONTEXT = 4096
+"""Tokens of a conversation here: a long chat reaches its limit, and a reply that a test ends is not over before."""
 
 
 @pytest.fixture(scope="package")

@@ -14,27 +14,29 @@ pytestmark = pytest.mark.e2e
 ENDLESS = 2500
 READ_PROBE = """rows => rows.slice(0, 10)
     .map(row => [...row.querySelectorAll('td[class]')].map(cell => Number(cell.title).toFixed(3)))"""
-STREAMED = 120
-"""Tokens of a reply that a page which looks eight times a second sees grow."""
 STOPPED_MS = 1000
 """A person's Stop ends the reply within this time; the time an API call takes here comes on top."""
 
 
-def test_a_reply_streams_and_the_panel_follows(visitor: Visitor, app: AppProcess) -> None:
-    tab = visitor.open(app.session(max_tokens=STREAMED))
+def test_a_reply_grows_while_it_is_written(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=ENDLESS))
     tab.send("Hello")
-    tab.writing()
-    first = tab.live_text()
-    tab.writing(len(first) + 1)
-    assert tab.live_text().startswith(first)
-    tab.idle(2)
+    first = tab.writing()
+    # Half of a mark is shown as it is until the other half comes.
+    assert tab.writing(len(first) + 10).startswith(first.rstrip("*_`#-"))
+    _stop(tab)
+
+
+def test_a_reply_and_its_numbers_are_shown_as_they_are_stored(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=120))
+    tab.ask("Hello")
     stored = app.messages(tab.session())
     assert [message["content"] for message in stored] == ["Hello", stored[1]["content"]]
     assert tab.texts()[1].split() == stored[1]["content"].split()
     numbers = app.numbers(tab.session())
     wait_for(lambda: tab.cache_pos() == numbers["cache_pos"], "the panel's cache_pos")
     # The reply tells how far the cache is by itself; what is in it comes with the next reading.
-    told = (str(STREAMED), str(numbers["computed_tokens"]))
+    told = ("120", str(numbers["computed_tokens"]))
     wait_for(lambda: (tab.tile("generated"), tab.tile("computed")) == told, "the turn's numbers")
     cache = app.request("GET", f"/api/sessions/{tab.session()}/cache")
     wait_for(lambda: tab.panel.locator(".cells i").count() == len(cache["block_table"]), "its blocks")
@@ -154,7 +156,7 @@ def _stop(tab: ChatPage) -> None:
 
 
 def test_the_panel_counts_along_with_the_reply(visitor: Visitor, app: AppProcess) -> None:
-    tab = visitor.open(app.session(max_tokens=64))
+    tab = visitor.open(app.session(max_tokens=ENDLESS))
     tab.page.evaluate(
         """() => {
             window.counted = [];
@@ -167,9 +169,10 @@ def test_the_panel_counts_along_with_the_reply(visitor: Visitor, app: AppProcess
             }).observe(line, { subtree: true, childList: true, characterData: true });
         }"""
     )
-    tab.ask("Count to twenty.")
+    tab.send("Count to twenty.")
     # A turn that has not reached the engine yet has no numbers at all.
+    tab.page.wait_for_function("counted.filter((numbers) => numbers[0]).length > 2")
+    _stop(tab)
     counted = [numbers for numbers in tab.page.evaluate("counted") if numbers[0]]
-    assert len(counted) > 1
     assert all(written == tile for written, tile, _ in counted)
     assert len({cached - written for written, _, cached in counted}) == 1

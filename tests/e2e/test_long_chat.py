@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from playwright.sync_api import expect
 
@@ -34,25 +32,28 @@ LATENCY = """text => new Promise((done) => {
 })"""
 
 
-class Meter:
-    """Bytes that a tab was sent since `reset`."""
+NOTE_ANSWERS = """() => {
+    const plain = window.fetch;
+    window.answers = [];
+    window.fetch = async (...asked) => {
+        const response = await plain(...asked);
+        if (new URL(response.url).pathname.endsWith("/live")) {
+            const text = await response.clone().text(), { turn, branch } = JSON.parse(text);
+            const added = [turn?.add, branch?.add].filter(Boolean).map((part) => JSON.stringify(part).length);
+            answers.push([text.length, added.reduce((sum, length) => sum + length, 0)]);
+        }
+        return response;
+    };
+}"""
 
-    def __init__(self, tab: ChatPage) -> None:
-        self.bytes = 0
-        self._network = tab.page.context.new_cdp_session(tab.page)
-        self._network.send("Network.enable")
-        self._network.on("Network.loadingFinished", self._count)
 
-    def _count(self, event: dict[str, Any]) -> None:
-        self.bytes += int(event["encodedDataLength"])
-
-    def reply(self, tab: ChatPage) -> int:
-        """Bytes of one turn of `TOKENS` tokens, up to the moment the page is complete."""
-        before = self.bytes
-        tab.ask("Go on.")
-        # The last answer's end is reported in its own time.
-        tab.page.wait_for_timeout(300)
-        return self.bytes - before
+def read_reply(tab: ChatPage) -> tuple[int, int]:
+    """Characters of the longest answer that the page gets during a turn, and of all that its answers bring of the
+    conversation. How often it asks, and with it the sum of all, is a matter of time."""
+    tab.page.evaluate("answers.length = 0")
+    tab.ask("Go on.")
+    answers = tab.page.evaluate("answers")
+    return max(whole for whole, _ in answers), sum(added for _, added in answers)
 
 
 @pytest.fixture
@@ -63,23 +64,22 @@ def long_chat(app: AppProcess) -> str:
 
 
 def test_bytes_of_a_reply(visitor: Visitor, app: AppProcess, long_chat: str) -> None:
-    empty = visitor.open(app.session(TOKENS))
-    short = Meter(empty).reply(empty)
+    empty, long = visitor.open(app.session(TOKENS)), visitor.open(long_chat)
+    for tab in (empty, long):
+        tab.page.evaluate(NOTE_ANSWERS)
+    longest, added = read_reply(empty)
     app.request("PATCH", f"/api/sessions/{empty.session()}", {"params": {**PARAMS, "max_tokens": 2 * TOKENS}})
-    twice = Meter(empty).reply(empty)
-    assert twice / short <= 2.5
-    tab = visitor.open(long_chat)
-    assert tab.count() == MESSAGES
-    meter = Meter(tab)
+    assert read_reply(empty)[1] <= 2.5 * added
+    assert long.count() == MESSAGES
     # The first message after the import reads the whole prompt, which is not what is measured here.
-    meter.reply(tab)
-    long = meter.reply(tab)
-    assert long <= 4 * short, (long, short)
-    assert tab.thread.locator(".left-prompt").count() == 1
+    read_reply(long)
+    longest_of_long, added_to_long = read_reply(long)
+    assert longest_of_long <= 4 * longest and added_to_long <= 4 * added
+    assert long.thread.locator(".left-prompt").count() == 1
 
 
 def test_typing_is_not_held_up(visitor: Visitor, app: AppProcess, long_chat: str) -> None:
-    app.request("PATCH", f"/api/sessions/{long_chat}", {"params": {**PARAMS, "max_tokens": 700}})
+    app.request("PATCH", f"/api/sessions/{long_chat}", {"params": {**PARAMS, "max_tokens": 2500}})
     tab = visitor.open(long_chat)
     tab.send("Go on.")
     tab.writing()

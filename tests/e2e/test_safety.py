@@ -88,10 +88,11 @@ def test_links_of_a_reply(hostile) -> None:
 
 def test_a_live_reply_is_data_too(visitor: Visitor, app: AppProcess) -> None:
     """What is being written goes another way into the page than what is stored."""
-    tab = visitor.open(app.session(max_tokens=120))
+    tab = visitor.open(app.session(max_tokens=2500))
     tab.send("Repeat exactly: <img src=x onerror=alert(1)> <b>bold</b>")
-    tab.writing(3)
+    tab.writing(100)
     assert tab.thread.locator(".message.live").locator(LOADED).count() == 0
+    tab.page.keyboard.press("Escape")
     tab.idle(2)
     assert tab.thread.locator(LOADED).count() == 0
     assert tab.texts()[0] == "Repeat exactly: <img src=x onerror=alert(1)> <b>bold</b>"

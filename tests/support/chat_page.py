@@ -92,13 +92,17 @@ class ChatPage:
         self.idle(count + 2)
         return self.texts()[-1]
 
-    def writing(self, characters: int = 1) -> None:
-        """Wait until a reply is being written and has this many characters; a short one may be over."""
-        self.page.wait_for_function(
-            "n => document.body.classList.contains('kv-running')"
-            " && (document.querySelector('.message.live .body')?.textContent.trim().length ?? 0) >= n",
+    def writing(self, characters: int = 1) -> str:
+        """Wait until a reply is being written and has this many characters, and what it has; a short one may be
+        over."""
+        found = self.page.wait_for_function(
+            """n => {
+                const text = document.querySelector('.message.live .body')?.textContent.trim() ?? '';
+                return document.body.classList.contains('kv-running') && text.length >= n && text;
+            }""",
             arg=characters,
         )
+        return str(found.json_value())
 
     def idle(self, count: int | None = None) -> None:
         """Wait until nothing is being written (and, if given, that many messages are there)."""
@@ -116,9 +120,6 @@ class ChatPage:
     def texts(self) -> list[str]:
         """The texts of the messages; `textContent`, because what is off screen has no `innerText`."""
         return [text.strip() for text in self.thread.locator("> .message > .body").all_text_contents()]
-
-    def live_text(self) -> str:
-        return str(self.page.evaluate("document.querySelector('.message.live .body')?.textContent.trim() ?? ''"))
 
     def tile(self, label: str) -> str:
         """A number of the last turn in the panel."""

@@ -8,6 +8,7 @@ import pytest
 from engine.protocol import Loop
 from tests.support.fake_chat import REPLY
 from tests.support.page_client import Refused
+from ui.live import LivePage, LiveQuery
 from ui.reply_html import reply_html
 
 
@@ -24,6 +25,36 @@ def test_a_first_message_stores_the_chat_and_streams_its_reply(page):
     assert page.parts["session"]["title"] == "Hello there"
     assert page.parts["session"]["system_prompt"] == "Be brief."
     assert page.parts["session"]["settings"]["temperature"] == 0.2
+
+
+def test_a_reply_that_is_stored_and_not_yet_running_is_live(page, monkeypatch):
+    """The page took it for a whole reply without a text, until it asked again."""
+    live, seen, store = LivePage(page.chat), [], page.chat.store.add_message
+
+    def add_message(session_id, parent_id, role, *rest, **options):
+        message = store(session_id, parent_id, role, *rest, **options)
+        seen.append((role, live.answer(session_id, LiveQuery())))
+        return message
+
+    monkeypatch.setattr(page.chat.store, "add_message", add_message)
+    page.send("Hello")
+    page.until_idle()
+    assert [role for role, _ in seen] == ["user", "assistant"]
+    answer = seen[1][1]
+    assert answer["running"] and answer["branch"]["add"][1]["live"] and "turn" not in answer
+    assert not live.answer(page.session, LiveQuery())["running"]
+
+
+def test_a_turn_that_begins_between_two_looks_is_seen(page, monkeypatch):
+    live, find = LivePage(page.chat), page.chat.running
+    page.chat.engine.pause_at = 5
+    page.send("Hello")
+    looks = iter([lambda _: None])
+    monkeypatch.setattr(page.chat, "running", lambda session_id: next(looks, find)(session_id))
+    answer = live.answer(page.session, LiveQuery())
+    assert answer["running"] and answer["branch"]["add"][1]["live"] and answer["turn"]["message"]
+    page.chat.engine.go_on.set()
+    page.until_idle()
 
 
 def test_lost_answers_do_not_matter(page):
@@ -131,10 +162,11 @@ def test_undo_gives_the_text_back_and_delete_takes_what_follows(page):
 
 
 def test_stop_ends_the_reply_and_keeps_its_text(page):
-    page.chat.engine.rate = 20.0
+    page.chat.engine.pause_at = 5
     page.send("Hello")
     page.poll()
     assert page.act("stop") == {"stopped": True}
+    page.chat.engine.go_on.set()
     page.until_idle()
     assert page.messages[1]["finish"] == "cancelled"
     assert page.act("stop") == {"stopped": False}
@@ -196,11 +228,12 @@ def test_bodies_that_are_no_object(page, raw):
 
 
 def test_acts_during_a_reply_are_refused_and_harm_nothing(page):
-    page.chat.engine.rate = 50.0
+    page.chat.engine.pause_at = 5
     page.send("Hello")
     with pytest.raises(Refused, match="still answering") as refused:
         page.act("send", content="Again")
     assert refused.value.status == 409
+    page.chat.engine.go_on.set()
     page.act("stop")
     page.until_idle()
     assert len(page.messages) == 2
@@ -233,8 +266,10 @@ def test_turns_that_leave_the_prompt_are_named_before_and_after(page):
         page.until_idle()
     dropped = page.act("preview", content="word " * 60)["dropped"]
     assert dropped == [message["id"] for message in page.messages[: len(dropped)]] and dropped
+    page.chat.engine.pause_at = 5
     page.send("word " * 60)
     assert page.poll()["turn"]["dropped"] == len(dropped)
+    page.chat.engine.go_on.set()
     page.until_idle()
 
 
@@ -243,10 +278,13 @@ def test_a_loop_is_told_while_it_is_written_and_afterwards(page):
     page.send("Hello")
     page.until_idle()
     page.chat.engine.loop = Loop(**loop)
-    page.chat.engine.rate = 60.0
+    page.chat.engine.pause_at = 5
     page.send("And again")
     told = []
-    while not told or page.running:
+    while not told:
+        told += [turn for turn in [page.poll().get("turn")] if turn and turn["tokens"]]
+    page.chat.engine.go_on.set()
+    while page.running:
         told += [turn for turn in [page.poll().get("turn")] if turn and turn["tokens"]]
     assert all(turn["loop"] == loop for turn in told)
     assert "loop" not in page.messages[1] and page.messages[3]["loop"] == loop
