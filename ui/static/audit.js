@@ -2,7 +2,7 @@
 
 import { counted, duration, h, number, setText, toast } from "./dom.js";
 import { Heat, stretch } from "./heat.js";
-import { audit, repair, stopAudit } from "./net.js";
+import { audit, repair, stopAudit, stopWhile } from "./net.js";
 
 const SCOPES = { audit: "Audited", restore: "Spot-checked after a restore", loop: "Audited by itself, as a reply repeats itself," };
 
@@ -99,7 +99,7 @@ export class AuditView {
     asked.stopping = true;
     this.drawState();
     try {
-      await stopAudit(asked.session);
+      await stopWhile(() => this.asked === asked, () => stopAudit(asked.session));
     } catch (error) {
       toast(error.message);
     }

@@ -1,7 +1,7 @@
 // Whose fault a repetition is: the loop, the diagnosis on request, its verdict with the evidence, and the cure.
 
 import { counted, duration, h, number, setText, toast } from "./dom.js";
-import { diagnose, repair, stopDiagnosis, tokens } from "./net.js";
+import { diagnose, repair, stopDiagnosis, stopWhile, tokens } from "./net.js";
 
 const VERDICTS = {
   none: ["No loop", "This reply does not repeat itself."],
@@ -70,7 +70,7 @@ export class Diagnosis {
     run.stopping = true;
     this.drawState();
     try {
-      await stopDiagnosis(run.session);
+      await stopWhile(() => this.run === run, () => stopDiagnosis(run.session));
     } catch (error) {
       toast(error.message);
     }

@@ -85,6 +85,11 @@ export function stopAudit(session) {
   return send(path(session, "audit/stop"), {});
 }
 
+// Ask to stop what is under way as long as it `goesOn`: the first time may be there before what it is to stop.
+export async function stopWhile(goesOn, stop) {
+  while (goesOn() && !(await stop()).stopped) await new Promise((done) => setTimeout(done, 100));
+}
+
 export function cacheMap(session, query) {
   return request(path(session, `cache/map?${new URLSearchParams(query)}`), {});
 }
