@@ -95,10 +95,20 @@ def test_a_first_message_makes_a_session_of_the_address(visitor: Visitor, app: A
     tab.page.locator("#kv-send").click()
     tab.idle(2)
     assert app.messages(tab.session())[0]["content"] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"
-    assert tab.texts()[0] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?"
+    assert tab.texts()[0] == "What is 世界 é 👩‍👩‍👧‍👦 🇫🇷?" and app.numbers(tab.session())["generated_tokens"] == 4
     assert len(app.request("GET", "/api/sessions")["sessions"]) == count + 1
     line = tab.page.locator(f"#kv-sessions .session[data-id='{tab.session()}'] a")
     expect(line).to_have_attribute("aria-current", "page")
+
+
+def test_a_setting_typed_just_before_sending_counts(visitor: Visitor, app: AppProcess) -> None:
+    tab = visitor.open(app.session(max_tokens=16))
+    tab.tab("Settings")
+    tab.box.fill("Hello")
+    tab.page.locator("#kv-max_tokens").locator("input, textarea").fill("4")
+    tab.page.locator("#kv-send").click()
+    tab.idle(2)
+    assert app.numbers(tab.session())["generated_tokens"] == 4
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored chat", "new chat"])

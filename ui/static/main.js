@@ -16,6 +16,7 @@ import { Template } from "./template.js";
 const RUNNING_MS = 120;
 const IDLE_MS = 2000;
 const LIST_EVERY_MS = 1800;
+const REPLIED = new Set(["send", "edit", "regenerate"]);
 
 // The chat that the address names. The word for a chat without an id is no id.
 function named() {
@@ -186,6 +187,7 @@ class Page {
   // -- acts: one way for all of them; null where the server refused, which has then been told
 
   async act(name, body = {}, session = this.session) {
+    if (REPLIED.has(name)) await this.settings.settled();
     try {
       const result = await act(session, name, body);
       // A chat that is gone can't be asked for what is new.
@@ -200,6 +202,7 @@ class Page {
   }
 
   async send(text) {
+    await this.settings.settled();
     const epoch = this.epoch;
     const first = this.session === null;
     const result = await this.act("send", { content: text, ...(first ? this.settings.draft() : {}) });

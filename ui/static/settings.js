@@ -7,6 +7,7 @@ import { PriceTags } from "./price_tags.js";
 
 const SAVE_AFTER_MS = 400;
 const FILLED_AFTER_MS = 150;
+const HEARD_AFTER_MS = 2000;
 const NAMES = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop", "kv_format", "strip_thoughts"];
 
 export class Settings {
@@ -16,6 +17,10 @@ export class Settings {
     this.own = null;
     this.shown = "";
     this.prices = new PriceTags(page);
+    this.typedAt = -Infinity;
+    document.addEventListener("input", (event) => {
+      if (event.target.closest?.("#kv-settings")) this.typedAt = performance.now();
+    }, true);
   }
 
   fill(element) {
@@ -87,6 +92,7 @@ export class Settings {
 
   // The page puts values in one after the other too, so only what differs from the chat's settings is a change.
   changed(all) {
+    this.typedAt = -Infinity;
     if (this.filling) this.unheard = all;
     if (this.filling || this.current() === null) return;
     const [system, ...values] = all;
@@ -122,6 +128,12 @@ export class Settings {
     }
     this.pending = { session: this.page.session, body: this.own };
     this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);
+  }
+
+  // To be awaited before a reply is asked for: what was typed just now takes its way through the page first.
+  async settled() {
+    while (this.filling || performance.now() - this.typedAt < HEARD_AFTER_MS) await new Promise((done) => setTimeout(done, 10));
+    await this.flush();
   }
 
   async flush() {
