@@ -117,7 +117,7 @@ def measure(config: EngineConfig, ids: Sequence[int], parts: EngineParts, turn: 
 
 def source_text() -> str:
     """Long enough for any of this."""
-    return Path(argparse.__file__).read_text()
+    return Path(argparse.__file__).read_text("utf-8")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from engine.protocol import Failed, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledBatch, ScheduledItem
 from engine.sequence import Sequence, Status
-from tests.support.engines import RecordingEngine, run, tiny_engine
+from tests.support.engines import ENDLESS, LONG_CONTEXT, RecordingEngine, run, tiny_engine
 
 SIZE = 4
 A = str(uuid.UUID(int=1))
@@ -24,14 +24,14 @@ LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture
 def engine() -> Iterator[RecordingEngine]:
-    engine = tiny_engine(block_size=SIZE, fault_injection=True)
+    engine = tiny_engine(block_size=SIZE, fault_injection=True, context=LONG_CONTEXT)
     yield engine
     engine.close()
 
 
 def broken_by(engine: RecordingEngine, fault: Callable[[Sequence], None]) -> tuple[str | None, set[str]]:
     """Do something to a running sequence: the sentence in the turn's numbers, and the lights that are out after it."""
-    stream = engine.generate(GenerateRequest(IDS, LONG, A))
+    stream = engine.generate(GenerateRequest(IDS, ENDLESS, A))
     done, violation = False, None
     for event in stream:
         if isinstance(event, TokenDelta) and not done:

@@ -355,8 +355,8 @@ def test_a_probe_outside_the_model_names_its_bounds(engine, query, words):
 
 
 def test_an_unexpected_error_reaches_every_open_and_every_later_request():
-    engine = tiny_engine()
-    streams = [engine.generate(GenerateRequest(PROMPT, SamplingParams(ignore_eos=True))) for _ in range(3)]
+    engine = tiny_engine(context=LONG_CONTEXT)
+    streams = [engine.generate(GenerateRequest(PROMPT, ENDLESS)) for _ in range(3)]
     next(iter(streams[0]))
 
     def broken(*_):
@@ -375,8 +375,8 @@ def test_an_unexpected_error_reaches_every_open_and_every_later_request():
 
 
 def test_close_ends_running_replies_with_what_they_have():
-    engine = tiny_engine()
-    stream = engine.generate(GenerateRequest(PROMPT, SamplingParams(ignore_eos=True)))
+    engine = tiny_engine(context=LONG_CONTEXT)
+    stream = engine.generate(GenerateRequest(PROMPT, ENDLESS))
     iterator = iter(stream)
     assert isinstance(next(iterator), PrefillProgress | TokenDelta)
     engine.close()

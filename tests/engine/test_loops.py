@@ -124,4 +124,4 @@ def test_no_alarm_on_code_and_prose(tokenizer):
     """The program's own sources, line by line alike as they are in places."""
     root, is_word = Path(__file__).parents[2], word_test(tokenizer.shown_bytes)
     for path in [root / "README.md", *sorted((root / "engine").glob("*.py")), *sorted((root / "ui").rglob("*.py"))]:
-        assert find_loop(tokenizer.encode(path.read_text()), is_word) is None, path.name
+        assert find_loop(tokenizer.encode(path.read_text("utf-8")), is_word) is None, path.name

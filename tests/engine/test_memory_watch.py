@@ -6,6 +6,8 @@ import json
 import mmap
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,18 +22,22 @@ from engine.memory.watch import Holdings, MemoryWatch, measure
 from tests.support.engines import tiny_engine
 from tests.support.fake_engine import wait_until
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 TOLD = process_memory.mappings() is not None and process_memory.heap() and process_memory.object_arenas()
 needs_linux = pytest.mark.skipif(not TOLD, reason="the system does not tell all parts")
 
 
+def readings_of(script: str) -> list[Any]:
+    command = [sys.executable, "-m", f"tests.support.{script}"]
+    child = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
 @needs_linux
 def test_parts_add_up_to_the_resident_set_before_and_after_a_turn():
     """In a process of its own: this one has held whatever other tests in it have left behind."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_turn"], capture_output=True, text=True, check=True
-    )
-    before, after = (json.loads(line) for line in child.stdout.splitlines())
+    before, after = readings_of("memory_turn")
     for reading in (before, after):
         assert reading["exact"]
         assert abs(reading["unexplained"]) <= 0.02 * reading["rss"], reading
@@ -42,10 +48,7 @@ def test_parts_add_up_to_the_resident_set_before_and_after_a_turn():
 def test_memory_of_nobody_is_unexplained_and_what_is_held_is_in_its_part():
     """Guards the sum against being right by definition: pages that no source knows of must appear as such, and those
     that look like an arena of the C heap and are none, too. In a process of its own as well."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_of_nobody"], capture_output=True, text=True, check=True
-    )
-    readings, size = json.loads(child.stdout), 40 * MIB
+    [readings], size = readings_of("memory_of_nobody"), 40 * MIB
     before = readings["before"]
     assert abs(before["unexplained"]) <= 0.02 * before["rss"], before
     # An arena has handed them out, and they are told of: that they were never written must not count twice.

@@ -8,10 +8,12 @@ probabilities.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,7 @@ from engine.protocol import Event, Finished, GenerateRequest, TokenDelta
 from engine.sampling.params import SamplingParams
 from engine.sampling.prompt_lookup import Guess, PromptLookup
 from engine.turns import speculation
+from engine.turns.turn import QueueStream
 from sessions.store import SessionStore
 from tests.support.engines import RecordingEngine, run, tiny_engine
 from ui.chat import ChatService
@@ -97,6 +100,25 @@ class Conversations(RuleBasedStateMachine):
             ram_limit=2**17,
         )
         self.chat = ChatService(self.store, self.engine)
+        self.stop_after: int | None = None
+        turns = self.engine._steps().turns
+        start = turns.start
+
+        def start_and_stop(request: GenerateRequest, stream: QueueStream, *rest: Any) -> None:
+            """On the engine thread, so that where a reply is stopped is no matter of time."""
+            after, put, events = self.stop_after, stream.put, itertools.count(1)
+
+            def counted(event: Event) -> None:
+                put(event)
+                if next(events) == after:
+                    stream.cancel()
+
+            stream.put = counted
+            start(request, stream, *rest)
+            if after == 0:
+                stream.cancel()
+
+        turns.start = start_and_stop
 
     def teardown(self) -> None:
         if hasattr(self, "chat"):
@@ -149,11 +171,13 @@ class Conversations(RuleBasedStateMachine):
     def send(self, session: str, text: str, params: SamplingParams) -> None:
         self._finish(self.chat.send(session, text, params))
 
-    @rule(session=sessions, text=TEXTS, params=PARAMS)
-    def send_and_stop(self, session: str, text: str, params: SamplingParams) -> None:
+    @rule(session=sessions, text=TEXTS, params=PARAMS, events=st.integers(0, 5))
+    def send_and_stop(self, session: str, text: str, params: SamplingParams, events: int) -> None:
+        """After so many events: pieces of the prompt that have been read, and tokens."""
+        self.stop_after = events
         turn = self.chat.send(session, text, params)
-        self.chat.stop(session)
         self._finish(turn)
+        self.stop_after = None
 
     @rule(session=sessions, text=TEXTS, params=PARAMS, data=st.data())
     def edit(self, session: str, text: str, params: SamplingParams, data) -> None:

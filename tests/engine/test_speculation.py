@@ -360,6 +360,7 @@ def default_engine(default_model: ModelSource) -> Iterator[RecordingEngine]:
     engine.close()
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "seed": 5}], ids=str)
 def test_the_compiled_kernels_give_the_same_bits(default_engine, params):
     """A token's result does not depend on its neighbours in the batch: logits with drafts are those without."""

@@ -125,6 +125,7 @@ def test_writing_now_what_has_left_the_pool_does_not_hide_it(tmp_path: Path) -> 
         cached = turn(engine, A, PROMPT).stats.cache_pos
         for session, prompt in ((B, OTHER), (C, THIRD)):
             turn(engine, session, prompt)
+        saved(engine, A)
         assert tier(engine, A) == "disk"
         engine._call(lambda: engine._steps().keeper.not_saved(A, True))
         assert engine.snapshot(A)["tokens"] == cached
