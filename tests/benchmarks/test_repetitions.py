@@ -44,12 +44,15 @@ def engine() -> Iterator[RecordingEngine]:
 
 
 def keys_of(engine: RecordingEngine, session_id: str) -> torch.Tensor:
-    """[blocks, layers, block_size, heads, head_dim]"""
+    """[blocks, layers, block_size, heads, head_dim], and 0 where nothing was written yet."""
 
     def read() -> torch.Tensor:
         sequence = engine._steps().scheduler.find(session_id)
         assert sequence is not None
-        return engine._need_parts().cache.export_blocks(sequence.block_table)["data"][:, :, 0].clone()
+        keys = engine._need_parts().cache.export_blocks(sequence.block_table)["data"][:, :, 0].clone()
+        for index, block in enumerate(keys):
+            block[:, max(sequence.cache_pos - index * sequence.block_size, 0) :] = 0
+        return keys
 
     return engine._call(read)
 
