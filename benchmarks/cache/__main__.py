@@ -51,7 +51,7 @@ def main() -> None:
     source = resolve(None, arguments.data_dir)
     setting = Setting(
         model=source.path,
-        text=arguments.text.read_text(),
+        text=arguments.text.read_text("utf-8"),
         window_tokens=arguments.window_tokens,
         rounds=arguments.rounds,
     )

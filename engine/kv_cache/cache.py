@@ -139,19 +139,27 @@ class KVCache:
             torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
-    def import_blocks(self, block_ids: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
-        """Put what `export_blocks` gave into the blocks `block_ids`, row by row.
+    def import_blocks(
+        self, block_ids: Sequence[int], tensors: Mapping[str, Tensor], rows: Sequence[int] | None = None
+    ) -> None:
+        """Put what `export_blocks` gave into the blocks `block_ids`, row by row, or only its `rows`, in their order.
 
         Raises ValueError, before anything is written, where names, shapes or types are not those of this cache.
         """
         stores = self._stores()
-        if block_ids and {name: _kind(extents[0], len(block_ids)) for name, extents in stores.items()} != {
+        count = len(block_ids) if rows is None else max((len(tensor) for tensor in tensors.values()), default=0)
+        if block_ids and {name: _kind(extents[0], count) for name, extents in stores.items()} != {
             name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
         }:
             raise ValueError("the tensors are not blocks of this cache")
+        taken = range(count) if rows is None else rows
+        if len(taken) != len(block_ids) or any(not 0 <= row < count for row in taken):
+            raise ValueError("there is not one row for each block")
+        runs = list(_runs(block_ids, taken, self.blocks_per_extent))
         for name, extents in stores.items():
-            for row, block_id in enumerate(block_ids):
-                self._block(extents, block_id).copy_(tensors[name][row], non_blocking=True)
+            for block_id, row, many in runs:
+                extent, first = divmod(block_id, self.blocks_per_extent)
+                extents[extent][first : first + many].copy_(tensors[name][row : row + many], non_blocking=True)
 
     def _stores(self) -> dict[str, list[Tensor]]:
         return {name: part for name, part in (("data", self.extents), ("scales", self.scale_extents)) if part}
@@ -208,6 +216,20 @@ class KVCache:
 
 def _kind(extent: Tensor, count: int) -> tuple[tuple[int, ...], torch.dtype]:
     return (count, *extent.shape[1:]), extent.dtype
+
+
+def _runs(block_ids: Sequence[int], rows: Sequence[int], per_extent: int) -> Iterator[tuple[int, int, int]]:
+    """`(block id, row, count)`: neighbours in one extent that are neighbours among the rows too."""
+    first = 0
+    for end in range(1, len(block_ids) + 1):
+        distance = end - first
+        if end < len(block_ids) and (
+            (block_ids[end], rows[end]) == (block_ids[first] + distance, rows[first] + distance)
+            and block_ids[end] % per_extent
+        ):
+            continue
+        yield block_ids[first], rows[first], distance
+        first = end
 
 
 def _apart(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

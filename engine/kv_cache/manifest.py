@@ -176,12 +176,17 @@ def state_name(number: int) -> str:
     return f"state-{number:06d}.safetensors"
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor on the host, as a numpy array of uint8 that shares it."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
 def block_digest(tensors: Mapping[str, Tensor]) -> str:
     """sha256 over the bytes of one block's tensors, or a state's, by name."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensors[name].contiguous()).data)
     return digest.hexdigest()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,10 +25,12 @@ from engine.kv_cache.manifest import (
     state_name,
     tensor_kinds,
 )
+from engine.kv_cache.segment_file import SegmentFile
 
 SEGMENT_BYTES = 64 * 2**20
 """A segment ends at about this size, so that no more than this is held twice in memory."""
 MOST_SEGMENTS = 128
+READERS = 2
 HEADER_BYTES = 1024
 """Of a segment, about: names, types and shapes."""
 
@@ -71,16 +75,63 @@ def read_state(folder: Path, stored: StoredState) -> dict[str, Tensor]:
 
 def read_blocks(folder: Path, manifest: Manifest) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """`(row, tensors)` of each block, verified, in the manifest's order. Raises `SnapshotRefused`."""
-    segment, loaded = "", {}
-    for index, block in enumerate(manifest.blocks):
-        if block.segment != segment:
-            segment, loaded = block.segment, _load_segment(folder / block.segment, manifest)
-        if block.row >= len(loaded["data"]):
-            raise SnapshotRefused(f"The snapshot's file {segment} lacks block {block.index}.")
-        tensors = {name: tensor[block.row] for name, tensor in loaded.items()}
-        if block_digest(tensors) != block.digest:
+    with closing(_BlockReader(folder, manifest)) as reader:
+        for index in range(len(manifest.blocks)):
+            tensors = {name: tensor[0] for name, tensor in _room_for(manifest, 1).items()}
+            reader.read(index, tensors)
+            yield index, tensors
+
+
+def read_stacked(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """All blocks, verified, stacked in the manifest's order. Raises `SnapshotRefused`.
+
+    Digests take longer than reading does, and are computed outside the interpreter's lock: so by more than one thread.
+    """
+    count = len(manifest.blocks)
+    out = _room_for(manifest, count)
+
+    def read(indices: range) -> None:
+        with closing(_BlockReader(folder, manifest)) as reader:
+            for index in indices:
+                reader.read(index, {name: tensor[index] for name, tensor in out.items()})
+
+    share = max(-(-count // READERS), 1)
+    with ThreadPoolExecutor(READERS, "kvscope-read") as readers:
+        for _ in readers.map(read, (range(first, min(first + share, count)) for first in range(0, count, share))):
+            pass
+    return out
+
+
+class _BlockReader:
+    """Reads one block after another; those that lie in one file are best asked for together."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._file: SegmentFile | None = None
+
+    def read(self, index: int, out: Mapping[str, Tensor]) -> None:
+        """Into contiguous tensors of a block's types and shapes, verified there. Raises `SnapshotRefused`."""
+        block, manifest = self._manifest.blocks[index], self._manifest
+        if self._file is None or self._file.name != block.segment:
+            self.close()
+            nbytes = manifest.segments[block.segment]
+            self._file = SegmentFile(self._folder / block.segment, nbytes, manifest.tensors)
+        if block.row >= self._file.rows:
+            raise SnapshotRefused(f"The snapshot's file {block.segment} lacks block {block.index}.")
+        self._file.read_row(block.row, out)
+        if block_digest(out) != block.digest:
             raise SnapshotRefused(f"The snapshot's block {block.index} is damaged: its digest does not fit.")
-        yield index, tensors
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _room_for(manifest: Manifest, count: int) -> dict[str, Tensor]:
+    """Tensors of `count` blocks, with any content."""
+    return {
+        name: torch.empty((count, *shape), dtype=DTYPES[dtype]) for name, (dtype, shape) in manifest.tensors.items()
+    }
 
 
 def is_wasteful(manifest: Manifest) -> bool:
@@ -94,14 +145,6 @@ def is_wasteful(manifest: Manifest) -> bool:
 
 def _last_number(folder: Path) -> int:
     return max((file_number(path.name) for path in folder.iterdir()), default=0)
-
-
-def _load_segment(path: Path, manifest: Manifest) -> dict[str, Tensor]:
-    tensors = _load(path, manifest.segments[path.name])
-    found = {kind: (dtype, shape[1:]) for kind, (dtype, shape) in tensor_kinds(tensors).items()}
-    if found != dict(manifest.tensors) or len({len(tensor) for tensor in tensors.values()}) != 1:
-        raise SnapshotRefused(f"The snapshot's file {path.name} holds other tensors than its manifest says.")
-    return tensors
 
 
 def _load(path: Path, expected: int) -> dict[str, Tensor]:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from engine.kv_cache.durable import sync_folder, write_durably
 from engine.kv_cache.held import HeldBlocks, SaveJob
-from engine.kv_cache.manifest import DTYPES, Manifest, SnapshotRefused, StoredBlock, StoredState, tensor_kinds
-from engine.kv_cache.segments import is_wasteful, read_blocks, read_state, write_segments, write_state
+from engine.kv_cache.manifest import Manifest, SnapshotRefused, StoredBlock, StoredState, tensor_kinds
+from engine.kv_cache.segments import is_wasteful, read_blocks, read_stacked, read_state, write_segments, write_state
 from engine.kv_cache.window import BlockPlace
 
 MANIFEST = "manifest.json"
@@ -115,14 +113,7 @@ class SnapshotStore:
             if manifest is None:
                 return None
             manifest.check_fingerprint(fingerprint)
-            count = len(manifest.blocks)
-            out = {
-                name: torch.empty((count, *shape), dtype=DTYPES[dtype])
-                for name, (dtype, shape) in manifest.tensors.items()
-            }
-            for index, block in read_blocks(self._folder / session_id, manifest):
-                for name, tensor in block.items():
-                    out[name][index] = tensor
+            out = read_stacked(self._folder / session_id, manifest)
             state = read_state(self._folder / session_id, manifest.state) if manifest.state else None
             self._used(session_id)
         return HeldBlocks(

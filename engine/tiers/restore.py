@@ -155,7 +155,8 @@ class Restorer:
             sequence.block_turns[index] = held.turns[row]
         self._runner.sync_blocks()
         try:
-            self._runner.cache.import_blocks(block_ids, {name: tensor[rows] for name, tensor in held.tensors.items()})
+            with self._runner.threads_for(len(rows) * self._cache.block_size):
+                self._runner.cache.import_blocks(block_ids, held.tensors, rows)
         except (ValueError, IndexError) as error:
             raise SnapshotRefused(f"The snapshot does not fit: {error}.") from error
 

@@ -134,6 +134,9 @@ def test_exported_blocks_come_back_bit_for_bit(kv_format):
     assert torch.equal(tensors["data"][2].float(), before[0][1][2]), "an export is a copy"
     cache.extents[1].copy_(before[0][1])
     cache.import_blocks([2, 4, 7], tensors)
+    for ids, rows in (([2, 4], [0, 3]), ([2, 4], [0]), ([2], [-1])):
+        with pytest.raises(ValueError, match="row"):
+            cache.import_blocks(ids, tensors, rows)
     for extents, old in zip(stores, before, strict=True):
         for block in range(9):
             source = {2: 8, 4: 1, 7: 5}.get(block, block)
