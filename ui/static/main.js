@@ -16,7 +16,7 @@ import { Template } from "./template.js";
 const RUNNING_MS = 120;
 const IDLE_MS = 2000;
 const LIST_EVERY_MS = 1800;
-const REPLIED = new Set(["send", "edit", "regenerate"]);
+const REPLIED = new Set(["edit", "regenerate"]); // anew
 
 // The chat that the address names. The word for a chat without an id is no id.
 function named() {
