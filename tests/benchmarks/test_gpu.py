@@ -125,7 +125,7 @@ def test_all_of_it_tiny(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick_interpreter: None
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert main(["--device", "cpu", "--tiny", "--minutes", "60", "--rounds", "1", "--results", str(tmp_path)]) == 0
+    assert main(["--device", "cpu", "--tiny", "--rounds", "1", "--results", str(tmp_path)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["benchmark"] == "gpu" and result["skipped"] == [] and result["copy_bytes_per_s"] > 0
     assert [row["kv_format"] for row in result["attention"]] == ["fp16", "int8", "fp8", "int4"]

@@ -205,7 +205,7 @@ def reply_that_is_read(url: str, session_id: str, body: object) -> Iterator[list
     reader.start()
     assert wait_until(lambda: b"event: token\n" in received, 30)
     yield received
-    reader.join(30)
+    reader.join(5)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -342,7 +342,7 @@ def test_streams_run_on_unchanged_meanwhile(engine):
     asking = threading.Thread(target=lambda: answers.append(engine.diagnose(replace(query, max_tokens=100))))
     asking.start()
     assert run(engine, GenerateRequest(prompt(9), replace(GREEDY, max_tokens=60)))[-1].token_ids == alone
-    asking.join(120)
+    asking.join(10)
     assert answers[0]["verdict"] == "sampler"
 
 

@@ -61,7 +61,7 @@ def test_jobs_of_a_session_that_wait_become_one_with_all_that_they_brought(write
     writer.submit(job(A, "abcfz", new="fz"))
     assert set(writer._jobs[A].new) == set("abcfz"), "what is no longer listed is not written"
     gate.open.set()
-    assert writer.wait(A, 60) is None and holds(writer.store.load(A, FINGERPRINT), "abcfz")
+    assert writer.wait(A, 10) is None and holds(writer.store.load(A, FINGERPRINT), "abcfz")
     assert len(list((writer.store._folder / A).glob("segment-*"))) == 1 and not writer.failed
 
 
@@ -83,7 +83,7 @@ def test_a_session_removed_while_it_waits_or_is_written_is_gone(writer: Snapshot
     threading.Timer(0.1, gate.open.set).start()
     writer.remove(A)
     writer.remove(C)
-    assert writer.wait(A, 60) is None and writer.store.sizes() == {}
+    assert writer.wait(A, 10) is None and writer.store.sizes() == {}
 
 
 def test_waiting_takes_no_longer_than_asked(writer: SnapshotWriter, gate: Gate) -> None:
@@ -95,10 +95,10 @@ def test_waiting_takes_no_longer_than_asked(writer: SnapshotWriter, gate: Gate) 
 
 def test_after_a_failure_the_next_job_must_bring_all(writer: SnapshotWriter, gate: Gate, caplog) -> None:
     writer.submit(job(A, "ab"))
-    assert writer.wait(A, 60) is None
+    assert writer.wait(A, 10) is None
     gate.full = True
     writer.submit(job(A, "abc", new="c"))
-    assert "No space left" in writer.wait(A, 60) and writer.failed == [(A, False)]
+    assert "No space left" in writer.wait(A, 10) and writer.failed == [(A, False)]
     gate.full = False
     writer.submit(job(A, "abcd", new="d"))
     writer.flush(10)
@@ -107,7 +107,7 @@ def test_after_a_failure_the_next_job_must_bring_all(writer: SnapshotWriter, gat
     assert writer.failed[1:] == [(A, True)]
     assert holds(writer.store.load(A, FINGERPRINT), "ab"), "the old snapshot stays"
     writer.submit(job(A, "abcd"))
-    assert writer.wait(A, 60) is None and holds(writer.store.load(A, FINGERPRINT), "abcd")
+    assert writer.wait(A, 10) is None and holds(writer.store.load(A, FINGERPRINT), "abcd")
     assert len(caplog.records) == 1
 
 
@@ -125,5 +125,5 @@ def test_what_can_not_be_kept_is_told_once(writer: SnapshotWriter, caplog) -> No
     writer.store.limit = 1000
     for _ in range(2):
         writer.submit(job(A, "abcdef"))
-        assert "larger than the disk space" in writer.wait(A, 60)
+        assert "larger than the disk space" in writer.wait(A, 10)
     assert len(caplog.records) == 1 and writer.store.sizes() == {}

@@ -58,7 +58,7 @@ def saved(engine: RecordingEngine, session: str) -> dict[str, Any]:
     """The snapshot once what the last turn brought is in it."""
     engine.check_integrity()
     assert wait_until(lambda: not engine._call(lambda: engine._steps().keeper.has_unsaved))
-    assert engine._snapshots.writer.wait(session, 60) is None
+    assert engine._snapshots.writer.wait(session, 10) is None
     return engine.snapshot_info(session)
 
 
@@ -496,7 +496,7 @@ def test_on_a_full_disk_the_chat_goes_on_with_one_line_in_the_log(tmp_path: Path
             for _ in range(3):
                 prompt = (*prompt, *turn(engine, A, prompt).token_ids, 34)
                 assert wait_until(lambda: not engine._call(lambda: engine._steps().keeper.has_unsaved))
-                assert "No space left" in engine._snapshots.writer.wait(A, 60)
+                assert "No space left" in engine._snapshots.writer.wait(A, 10)
         assert len(caplog.records) == 1 and str(tmp_path) not in caplog.text
         assert engine.snapshot_info(A)["tokens"] == before["tokens"], "the old snapshot stays"
         with pytest.raises(StorageFailed, match="No space left"):

@@ -353,7 +353,7 @@ class FakeStream:
         return (TokenLogprob(token_id, text(token_id), -0.25, top),)
 
 
-def wait_until(condition: Any, timeout_s: float = 30.0) -> bool:
+def wait_until(condition: Any, timeout_s: float = 5.0) -> bool:
     """Whether the condition came true in time; it may be over again by the time this is told."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
